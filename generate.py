@@ -1,0 +1,826 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generate text from a checkpoint within a fixed KV budget: `generate()`, `stream()`, command line.
+
+    model = Transformer.from_pretrained("deepseek-ai/DeepSeek-R1-Distill-Llama-8B")
+    result = generate(model, "How many primes are below 100?", budget=4096)
+    print(result.outputs[0].text)
+
+One decode step is `decode_step`: choose a slot, run the blocks, score the token, sample the next.
+"""
+
+import argparse
+import functools
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from epikv import POLICIES, EvictionConfig, SlotCache, hash_uniform
+from model import Block, Transformer
+
+DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEFAULT_BUDGET = 4096
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COMPILE_MODES = ("blocks", "step", "none")
+
+# Sampling --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    temperature: 0 takes the likeliest token, exactly; one number, or one for each row.
+    top_k, top_p, min_p: draw among the k likeliest; among the likeliest that make up the share p
+        of the probability; among those at least min_p times as likely as the likeliest.
+        None sets no limit.
+    seed: the same seed, prompts and settings give the same tokens.
+
+    Raises ValueError for a value outside its range.
+    """
+
+    temperature: float | Sequence[float] = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        if min(self.temperatures(1)) < 0:
+            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top-k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p must be above 0 and at most 1, got {self.top_p}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min-p must be from 0 to 1, got {self.min_p}")
+
+    def temperatures(self, batch_size: int) -> list[float]:
+        """The temperature of each row."""
+        if isinstance(self.temperature, Sequence):
+            return list(self.temperature)
+        return [self.temperature] * batch_size
+
+    @property
+    def draws(self) -> bool:
+        """Whether any row takes another token than the likeliest."""
+        return max(self.temperatures(1)) > 0
+
+    @classmethod
+    def for_model(cls, model: Transformer, seed: int = 0, **given) -> "Sampling":
+        """The checkpoint's generation_config, with what is `given` (not None) in its place."""
+        given = {name: value for name, value in given.items() if value is not None}
+        defaults = {}
+        if model.defaults.get("do_sample"):
+            found = {name: model.defaults.get(name) for name in ("top_k", "top_p", "min_p")}
+            defaults = {name: value for name, value in found.items() if value}
+            defaults["temperature"] = model.defaults.get("temperature", 1.0)
+        if not cls(given.get("temperature", defaults.get("temperature", 0.0))).draws:
+            if limits := given.keys() - {"temperature"}:
+                name = min(limits).replace("_", "-")
+                raise ValueError(f"{name} has no effect at temperature 0; set a temperature")
+            defaults = {}
+        return cls(seed=seed, **defaults | given)
+
+
+def sample(
+    logits: Tensor, sampling: Sampling, temperature: Tensor, seed: Tensor, position: Tensor
+) -> Tensor:
+    """Draw the next token of every row, the likeliest where its temperature is 0. [B] int64
+
+    logits [B, vocab]; temperature [B]; seed [1]; position [B] of the last token. The largest of
+    probability / exponential noise is a draw that needs no value on the host; the noise of row i
+    depends on the seed, i and the position alone.
+    """
+    scaled = logits / temperature.clamp(min=1e-6)[:, None]
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        least = scaled.topk(sampling.top_k).values[:, -1:]
+        scaled = torch.where(scaled < least, -torch.inf, scaled)
+    probability = scaled.softmax(dim=-1)
+    if sampling.top_p is not None:
+        ranked = probability.sort(dim=-1, descending=True).values
+        inside = ranked.cumsum(dim=-1) - ranked < sampling.top_p  # mass before it falls short of p
+        least = torch.where(inside, ranked, torch.inf).amin(dim=-1, keepdim=True)
+        probability = torch.where(probability < least, 0, probability)
+    if sampling.min_p is not None:
+        least = sampling.min_p * probability.amax(dim=-1, keepdim=True)
+        probability = torch.where(probability < least, 0, probability)
+    row = torch.arange(logits.shape[0], device=logits.device)
+    token = torch.arange(logits.shape[-1], device=logits.device)
+    noise = -hash_uniform(seed[:, None], row[:, None], position[:, None], token).log()
+    drawn = (probability / noise).argmax(dim=-1)
+    return torch.where(temperature > 0, drawn, logits.argmax(dim=-1))
+
+
+# The decode step -------------------------------------------------------------------------------
+
+
+class DecodeState(nn.Module):
+    """What a decode step reads and writes besides the cache, on the device.
+
+    Buffers: token [B] to feed next; recent [B, R], the last R tokens drawn, a ring that `n_drawn`
+    [1] steps through; temperature [B]; seed [1].
+    """
+
+    RING = 64
+
+    def __init__(self, sampling: Sampling, batch_size: int):
+        super().__init__()
+        self.sampling = sampling
+        self.draws = sampling.draws
+        self.register_buffer("token", torch.zeros(batch_size, dtype=torch.int64))
+        self.register_buffer("recent", torch.zeros(batch_size, self.RING, dtype=torch.int64))
+        self.register_buffer("n_drawn", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("temperature", torch.tensor(sampling.temperatures(batch_size)))
+        self.register_buffer("seed", torch.tensor([sampling.seed]))
+
+    def draw(self, logits: Tensor, position: Tensor) -> None:
+        """Sample the token after `position` [B] from `logits` [B, vocab] and make it the next."""
+        if self.draws:
+            token = sample(logits, self.sampling, self.temperature, self.seed, position)
+        else:
+            token = logits.argmax(dim=-1)
+        self.token.copy_(token)
+        self.recent.index_copy_(1, self.n_drawn % self.RING, token[:, None])
+        self.n_drawn.add_(1)
+
+
+def prepare(cache: SlotCache, prefix: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Slot [B] and position [B] of the step's tokens, and the mask of the first `prefix` slots."""
+    slot, position = cache.begin_step()
+    mask = None if prefix is None else cache.attention_mask(prefix)
+    return slot, position, mask
+
+
+def finish(
+    model: Transformer,
+    cache: SlotCache,
+    state: DecodeState,
+    slot: Tensor,
+    position: Tensor,
+    x: Tensor,
+    residuals: list[Tensor],
+) -> None:
+    """Score the step's tokens from `residuals`, and draw the next from the last residual x."""
+    cache.end_step(slot, position, residuals)
+    state.draw(model.logits(x[:, -1]), position)
+
+
+def decode_step(
+    model: Transformer,
+    cache: SlotCache,
+    state: DecodeState,
+    prefix: int | None,
+    prepare: Callable = prepare,
+    run_block: Callable = Block.forward,
+    finish: Callable = finish,
+) -> None:
+    """Feed every row its next token and draw the one after: model, eviction and sampling.
+
+    All inputs and outputs are buffers of `cache` and `state`, changed in place. `prefix` bounds the
+    occupied slots while rows fill; None says that all slots of all rows are taken. The three
+    callables may be compiled forms of the defaults.
+    """
+    slot, position, mask = prepare(cache, prefix)
+    x, residuals, _, _ = model(
+        state.token[:, None], position[:, None], cache, slot, mask, run_block=run_block
+    )
+    finish(model, cache, state, slot, position, x, residuals)
+
+
+@functools.cache
+def compiled_step(mode: str, device_type: str) -> Callable:
+    """`decode_step` compiled for a mode of COMPILE_MODES; one for all engines of the process."""
+    compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
+    if mode == "none":
+        return decode_step
+    if mode == "step":
+        return compiled(decode_step, mode="reduce-overhead" if device_type == "cuda" else "default")
+    return functools.partial(  # one block serves all: 30 times less to compile than the whole step
+        decode_step,
+        prepare=compiled(prepare),
+        run_block=compiled(Block.forward),
+        finish=compiled(finish),
+    )
+
+
+class Engine:
+    """A model with a cache of `batch_size` rows and a compiled decode step.
+
+    Reusable: each run starts from an empty cache, and settings once compiled stay compiled.
+
+    compile_mode: "blocks" compiles one block and reuses it, and on CUDA captures the whole step in
+        one graph; "step" compiles the step as one function, slow to start; "none" runs eagerly.
+    compile_seconds: time spent warming up, compilation and capture included.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        config: EvictionConfig,
+        sampling: Sampling,
+        batch_size: int = 1,
+        compile_mode: str = "blocks",
+    ):
+        if compile_mode not in COMPILE_MODES:
+            known = ", ".join(COMPILE_MODES)
+            raise ValueError(f"unknown compile mode {compile_mode!r}; known: {known}")
+        n_temperatures = len(sampling.temperatures(batch_size))
+        if n_temperatures != batch_size:
+            raise ValueError(f"got {n_temperatures} temperatures for {batch_size} rows")
+        self.model = model
+        self.budget = config.budget
+        self.cache = model.new_cache(config, batch_size)
+        # Prompts of several rows pass one at a time through a cache of their own, so that no row
+        # is padded for another's sake.
+        self.prompt_cache = model.new_cache(config) if batch_size > 1 else self.cache
+        with torch.device(model.device):
+            self.state = DecodeState(sampling, batch_size)
+        self.captures = compile_mode == "blocks" and model.device.type == "cuda"
+        self.graphs: dict[int | None, torch.cuda.CUDAGraph] = {}
+        self.warm: set[int | None] = set()
+        self.run = compiled_step(compile_mode, model.device.type)
+        self.compile_seconds = 0.0
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.state.token)
+
+    def prefix(self, shortest: int, longest: int) -> int | None:
+        """Slots to attend to when rows hold `shortest` to `longest` tokens: a bucket, None for all.
+
+        Buckets grow fourfold from 512, so that few are ever compiled.
+        """
+        if shortest >= self.budget:
+            return None
+        bucket = 512
+        while bucket < longest:
+            bucket *= 4
+        return min(bucket, self.budget)
+
+    def warm_up(self, prefixes: Sequence[int | None]) -> None:
+        """Compile, and on CUDA capture, the step for `prefixes`. Leaves cache and state dirty."""
+        if self.run is decode_step:
+            return
+        start = time.perf_counter()
+        # Each prefix, batch size and budget is a variant of its own; the default allows eight.
+        with torch._dynamo.config.patch(recompile_limit=256):
+            for prefix in dict.fromkeys(prefixes):
+                if prefix not in self.warm:
+                    self.capture(prefix) if self.captures else self.step(prefix)
+                    self.warm.add(prefix)
+        synchronize(self.model.device)
+        self.compile_seconds += time.perf_counter() - start
+
+    def capture(self, prefix: int | None) -> None:
+        """Record the whole step in one CUDA graph, after two runs that compile and allocate."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self.run(self.model, self.cache, self.state, prefix)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run(self.model, self.cache, self.state, prefix)
+        self.graphs[prefix] = graph
+
+    def step(self, prefix: int | None) -> None:
+        """Run one decode step; on CUDA it returns before the device has finished."""
+        if prefix in self.graphs:
+            self.graphs[prefix].replay()
+        else:
+            self.run(self.model, self.cache, self.state, prefix)
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Start afresh: take in a prompt per row and draw each row's first token."""
+        self.cache.reset()
+        self.state.n_drawn.zero_()
+        logits = {}
+        for row, prompt in enumerate(prompts):
+            if row == 0 or prompt != prompts[row - 1]:  # samples of one prompt share its prefill
+                self.prompt_cache.reset()
+                tokens = torch.tensor([prompt], device=self.model.device)
+                logits[row] = self.model.prefill(tokens, self.prompt_cache)  # [1, vocab]
+            else:
+                logits[row] = logits[row - 1]
+            if self.prompt_cache is not self.cache:
+                self.cache.load_row(row, self.prompt_cache)
+        self.state.draw(torch.cat(list(logits.values())), self.cache.length - 1)
+
+    def last_tokens(self, count: int) -> list[list[int]]:
+        """The last `count` tokens drawn (at most DecodeState.RING) in every row; waits for them."""
+        ring, n_drawn = self.state.recent.tolist(), self.state.n_drawn.item()
+        return [[row[i % len(row)] for i in range(n_drawn - count, n_drawn)] for row in ring]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+# Generation ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    """One row's continuation: tokens without the prompt or the end-of-sequence token, and text.
+
+    stop_reason: "eos", "length" (max_new_tokens), or "interrupted".
+    kept: true positions of the tokens still in the cache, ascending, prompt included.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    stop_reason: str = "interrupted"
+    kept: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Statistics:
+    """Cost of a run, all rows together. Times in seconds, sizes in bytes."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    compile_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_steps: int = 0
+    decode_tokens_per_second: float = 0.0
+    decode_bytes_per_second: float = 0.0  # weights and occupied slots, once a step
+    peak_memory: int = 0  # of the device; of the process on a CPU
+    kv_bytes: int = 0
+    kv_bytes_full_cache: int = 0
+    tokens_kept: int = 0
+    tokens_evicted: int = 0
+
+
+@dataclass
+class Result:
+    outputs: list[Output]
+    statistics: Statistics
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a row has gained: tokens, and the text that became final with them."""
+
+    row: int
+    tokens: list[int]
+    text: str
+
+
+class Generation:
+    """A run of an engine: iterate over it for `Delta`s as they come, then read `result()`.
+
+    The iteration may be left at any time; `result()` then holds what there is so far.
+    """
+
+    def __init__(
+        self, engine: Engine, prompts: list[list[int]], max_new_tokens: int, stop_ids: set[int]
+    ):
+        self.engine = engine
+        self.prompts = prompts
+        self.max_new_tokens = max_new_tokens
+        self.stop_ids = stop_ids
+        self.outputs = [Output() for _ in prompts]
+        tokenizer = engine.model.tokenizer
+        self.texts = [tokenizer.stream() if tokenizer else None for _ in prompts]
+        self.open_rows = set(range(len(prompts)))
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.n_steps = 0
+
+    def __iter__(self) -> Iterator[Delta]:
+        engine = self.engine
+        engine.warm_up([self.prefix(step) for step in range(self.max_new_tokens - 1)])
+        # Reading tokens stalls a GPU, so they are read a few at a time.
+        every = 1 if engine.model.device.type == "cpu" else 16
+        start = time.perf_counter()
+        engine.prefill(self.prompts)
+        tokens = engine.last_tokens(1)
+        self.prefill_seconds = time.perf_counter() - start
+        yield from self.accept(tokens)
+        while self.open_rows and self.n_steps < self.max_new_tokens - 1:
+            count = min(every, self.max_new_tokens - 1 - self.n_steps)
+            start = time.perf_counter()
+            for step in range(self.n_steps, self.n_steps + count):
+                engine.step(self.prefix(step))
+            tokens = engine.last_tokens(count)
+            self.decode_seconds += time.perf_counter() - start
+            self.n_steps += count
+            yield from self.accept(tokens)
+
+    def prefix(self, step: int) -> int | None:
+        lengths = [len(prompt) for prompt in self.prompts]
+        return self.engine.prefix(min(lengths) + step + 1, max(lengths) + step + 1)
+
+    def accept(self, tokens: list[list[int]]) -> Iterator[Delta]:
+        """Hand out what each open row gained, up to its end."""
+        for row in sorted(self.open_rows):
+            output, new = self.outputs[row], []
+            for token in tokens[row]:
+                if token in self.stop_ids:
+                    output.stop_reason = "eos"
+                    break
+                new.append(token)
+            output.tokens += new
+            if output.stop_reason != "eos" and len(output.tokens) == self.max_new_tokens:
+                output.stop_reason = "length"
+            text = self.texts[row].add(new) if self.texts[row] else ""
+            if output.stop_reason != "interrupted":
+                self.open_rows.remove(row)
+                text += self.texts[row].end() if self.texts[row] else ""
+            output.text += text
+            yield Delta(row, new, text)
+
+    def result(self) -> Result:
+        """Outputs and statistics of what has been generated so far."""
+        cache = self.engine.cache
+        for output, position in zip(self.outputs, cache.position.tolist(), strict=True):
+            output.kept = sorted(p for p in position if p >= 0)
+        return Result(self.outputs, self.statistics())
+
+    def statistics(self) -> Statistics:
+        engine, model = self.engine, self.engine.model
+        lengths = engine.cache.length.tolist()
+        kept = [min(length, engine.budget) for length in lengths]
+        slot_bytes = 2 * sum(
+            layer.k[0, :, 0].numel() * layer.k.element_size() for layer in engine.cache.layers
+        )
+        read = self.n_steps * weight_bytes(model) + slot_bytes * sum(
+            min(len(prompt) + step, engine.budget)
+            for prompt in self.prompts
+            for step in range(1, self.n_steps + 1)
+        )
+        seconds = self.decode_seconds or float("inf")
+        return Statistics(
+            prompt_tokens=sum(len(prompt) for prompt in self.prompts),
+            new_tokens=sum(len(output.tokens) for output in self.outputs),
+            compile_seconds=engine.compile_seconds,
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            decode_steps=self.n_steps,
+            decode_tokens_per_second=self.n_steps * len(self.prompts) / seconds,
+            decode_bytes_per_second=read / seconds,
+            peak_memory=peak_memory(model.device),
+            kv_bytes=slot_bytes * engine.budget * len(self.prompts),
+            kv_bytes_full_cache=slot_bytes * sum(lengths),
+            tokens_kept=sum(kept),
+            tokens_evicted=sum(lengths) - sum(kept),
+        )
+
+
+def weight_bytes(model: Transformer) -> int:
+    """Bytes of weights that one decode step reads: all but an embedding that is only looked up."""
+    total = sum(weight.nbytes for weight in model.parameters())
+    return total if model.head is None else total - model.embedding.nbytes
+
+
+def peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def stream(
+    model: Transformer,
+    prompts: str | Sequence[str] | Sequence[Sequence[int]],
+    *,
+    budget: int | None = None,
+    policy: str = "epikv",
+    max_new_tokens: int | None = None,
+    temperature: float | Sequence[float] | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    num_samples: int = 1,
+    system: str | None = None,
+    raw: bool = False,
+    ignore_eos: bool = False,
+    compile_mode: str = "blocks",
+    **eviction,
+) -> Generation:
+    """Continue one or several prompts, as an iterator of text and tokens as they are made.
+
+    prompts: a text, texts, or lists of token ids; each is a row of the batch. A text is one user
+        turn of a conversation, unless `raw`.
+    budget: slots per row, 4096 by default; the policy `full` takes none. policy, eviction: as in
+        EvictionConfig (sinks, recent, window, band_a, band_b).
+    max_new_tokens: per row; None goes to the end of the model's context.
+    temperature, top_k, top_p, min_p, seed: as in Sampling; None takes the checkpoint's default.
+    num_samples: rows for each prompt. system: system message. raw: no chat template.
+    ignore_eos: go on after every end-of-sequence token. compile_mode: as in Engine.
+
+    Raises ValueError, in one line, for settings or prompts that cannot work.
+    """
+    rows = [row for row in tokenize(model, prompts, system, raw) for _ in range(num_samples)]
+    if not rows:
+        raise ValueError("there is nothing to continue: no prompt, or num-samples below 1")
+    max_new_tokens = fit_context(model, rows, max_new_tokens)
+    config = eviction_config(budget, policy, seed=seed, **eviction)
+    if policy == "full":
+        config = replace(config, budget=full_budget(max(map(len, rows)) + max_new_tokens))
+    sampling = Sampling.for_model(
+        model, seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+    )
+    engine = Engine(model, config, sampling, len(rows), compile_mode)
+    return Generation(engine, rows, max_new_tokens, set() if ignore_eos else model.eos_ids)
+
+
+def generate(model: Transformer, prompts, **settings) -> Result:
+    """Continue one or several prompts; the arguments are those of `stream`."""
+    generation = stream(model, prompts, **settings)
+    for _ in generation:
+        pass
+    return generation.result()
+
+
+def tokenize(model: Transformer, prompts, system: str | None, raw: bool) -> list[list[int]]:
+    """The prompts of `stream` as lists of token ids."""
+    rows = []
+    for prompt in [prompts] if isinstance(prompts, str) else prompts:
+        if isinstance(prompt, str):
+            if model.tokenizer is None:
+                raise ValueError("the model has no tokenizer: give prompts as lists of token ids")
+            if not prompt.strip():
+                raise ValueError("the prompt is empty")
+            if raw:
+                prompt = model.tokenizer.encode(prompt)
+            else:
+                messages = system_message(system) + [{"role": "user", "content": prompt}]
+                prompt = model.tokenizer.encode_chat(messages)
+        if len(prompt) == 0:
+            raise ValueError("the prompt is empty")
+        for token in prompt:
+            if not 0 <= token < model.config.vocab_size:
+                last = model.config.vocab_size - 1
+                raise ValueError(f"token id {token} is outside the vocabulary, 0 to {last}")
+        rows.append(list(prompt))
+    return rows
+
+
+def system_message(text: str | None) -> list[dict[str, str]]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def fit_context(model: Transformer, rows: list[list[int]], max_new_tokens: int | None) -> int:
+    """The number of tokens to generate, checked against the model's context length."""
+    longest, context = max(map(len, rows)), model.config.max_positions
+    room = context - longest
+    if room < 1 or (max_new_tokens or 1) > room:
+        raise ValueError(
+            f"a prompt of {longest} tokens leaves {room} of the model's context of {context}, but"
+            f" max-new-tokens is {max_new_tokens}; lower it or shorten the prompt"
+        )
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"max-new-tokens must be at least 1, got {max_new_tokens}")
+    return room if max_new_tokens is None else max_new_tokens
+
+
+def eviction_config(budget: int | None, policy: str, **eviction) -> EvictionConfig:
+    """EvictionConfig with a default budget; raises ValueError for a budget that has no meaning."""
+    if policy == "full" and budget is not None:
+        raise ValueError(f"policy 'full' keeps every token; drop the budget of {budget}")
+    return EvictionConfig(DEFAULT_BUDGET if budget is None else budget, policy, **eviction)
+
+
+def full_budget(n_tokens: int) -> int:
+    """Slots for `n_tokens`, rounded up so that similar lengths share one compiled step."""
+    return -(-n_tokens // 1024) * 1024
+
+
+# Command line ----------------------------------------------------------------------------------
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"error: {message}\n")
+
+
+def parse_blocks(text: str) -> tuple[int, ...]:
+    """Blocks from "10", "7-13" or "7,9,11"."""
+    try:
+        first, *last = map(int, text.split("-"))
+        return tuple(range(first, last[0] + 1)) if last else (first,)
+    except ValueError:
+        pass
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} names no blocks; try 10, 7-13 or 7,9") from None
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog="generate.py",
+        description="Generate text from a LLaMA-family checkpoint within a KV cache of fixed size.",
+        epilog="A prompt may also come through a pipe. Text goes to stdout, statistics to stderr.",
+    )
+    add = parser.add_argument_group("model").add_argument
+    add("--checkpoint", help="Hugging Face repo id or local folder (default: the demo model)")
+    add("--device", help="cuda, cpu or mps (default: cuda where there is one, else cpu)")
+    add("--dtype", choices=DTYPES, help="default: float32 on cpu, else bfloat16")
+    add(
+        "--compile-mode",
+        choices=COMPILE_MODES,
+        default="blocks",
+        help="compile one block and reuse it, or the step as one function, or nothing",
+    )
+    add("--no-compile", dest="compile_mode", action="store_const", const="none", help="run eagerly")
+    group = parser.add_argument_group("prompt")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--prompt", help="the user's turn, or with --raw the text to continue")
+    add("--prompt-file", type=Path, help="a UTF-8 file that holds the prompt")
+    add("--chat", action="store_true", help="talk in turns; Ctrl-C stops an answer, Ctrl-D leaves")
+    group.add_argument("--system", help="system message before the conversation")
+    group.add_argument("--raw", action="store_true", help="continue the text without chat template")
+    add = parser.add_argument_group("cache").add_argument
+    add("--budget", type=int, help=f"tokens kept, prompt included (default: {DEFAULT_BUDGET})")
+    add("--policy", default="epikv", help=f"what to forget: {', '.join(POLICIES)} (default: epikv)")
+    add("--sinks", type=int, default=4, help="first tokens, always kept (default: 4)")
+    add("--recent", type=int, help="last tokens, always kept (default: budget / 4, at most 128)")
+    add("--window", type=int, default=64, help="tokens in a score's statistics (default: 64)")
+    add("--band-a", type=parse_blocks, help="blocks whose change speaks for a token: 10, 7-13, 7,9")
+    add("--band-b", type=parse_blocks, help="blocks whose change speaks against it")
+    add = parser.add_argument_group("sampling").add_argument
+    add("--max-new-tokens", type=int, help="default: to the end of the model's context")
+    add("--temperature", type=float, help="0 takes the likeliest token (default: the checkpoint's)")
+    add("--top-k", type=int, help="draw among the k likeliest (default: the checkpoint's)")
+    add("--top-p", type=float, help="draw among the likeliest with the share p (default: likewise)")
+    add("--min-p", type=float, help="drop tokens below p times the likeliest (default: likewise)")
+    add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    add("--num-samples", type=int, default=1, help="texts to draw (default: 1)")
+    add("--ignore-eos", action="store_true", help="go on after the end of the text")
+    add = parser.add_argument_group("output").add_argument
+    add("--stats", choices=("text", "json"), default="text", help="form of the statistics")
+    add("--show-kept", action="store_true", help="mark the tokens that are still in the cache")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
+    args = parse_arguments(argv)
+    sys.stdout.reconfigure(errors="replace")  # a terminal without a character still shows the rest
+    try:
+        return run(args)
+    except BrokenPipeError:  # the reader of the pipe has left, and there is nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def run(args: argparse.Namespace) -> int:
+    own = ("checkpoint", "device", "dtype", "prompt", "prompt_file", "chat", "stats", "show_kept")
+    settings = {name: value for name, value in vars(args).items() if name not in own}
+    # What needs no model to be seen wrong is said before one is loaded.
+    eviction_config(**{field.name: settings[field.name] for field in fields(EvictionConfig)})
+    Sampling(args.temperature or 0.0, args.top_k, args.top_p, args.min_p)
+    if args.chat:
+        if args.num_samples != 1 or args.raw or args.show_kept:
+            raise ValueError("--chat goes without --num-samples, --raw and --show-kept")
+        return chat(load(args), args, settings)
+    prompt = read_prompt(args)
+    model = load(args)
+    generation = stream(model, prompt, **settings)
+    streams = args.num_samples == 1 and not args.show_kept
+    finished = show(generation, quiet=not streams)
+    result = generation.result()
+    if not streams:
+        print_outputs(model, result, len(generation.prompts[0]), args.show_kept)
+    print_statistics(result.statistics, model.device, args.stats)
+    return 0 if finished else 130
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The prompt from the command line, a file or a pipe."""
+    if args.prompt is not None:
+        return args.prompt
+    try:
+        if args.prompt_file is not None:
+            return args.prompt_file.read_text(encoding="utf-8")
+        if not sys.stdin.isatty():
+            return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        source = args.prompt_file or "the prompt on stdin"
+        raise ValueError(f"{source} is not UTF-8: bad byte at offset {error.start}") from None
+    raise ValueError("no prompt: give --prompt, --prompt-file or --chat, or pipe one in")
+
+
+def load(args: argparse.Namespace) -> Transformer:
+    demo = Path(__file__).parent / "models" / DEMO_MODEL.split("/")[1]
+    checkpoint = args.checkpoint or (demo if demo.is_dir() else DEMO_MODEL)
+    return Transformer.from_pretrained(checkpoint, args.device, DTYPES.get(args.dtype))
+
+
+def show(generation: Generation, quiet: bool = False) -> bool:
+    """Run a generation, printing its text as it comes unless `quiet`. False if Ctrl-C ended it."""
+    try:
+        for delta in generation:
+            if not quiet:
+                print(delta.text, end="", flush=True)
+    except KeyboardInterrupt:
+        return False
+    finally:
+        if not quiet:
+            print(flush=True)
+    return True
+
+
+def chat(model: Transformer, args: argparse.Namespace, settings: dict) -> int:
+    """Answer a user's turns, each from the whole conversation, until the input ends."""
+    messages = system_message(args.system)
+    while True:
+        try:
+            user = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return 0
+        if not user.strip():
+            continue
+        messages.append({"role": "user", "content": user})
+        try:
+            generation = stream(model, [model.tokenizer.encode_chat(messages)], **settings)
+        except ValueError as error:  # too long, say; the conversation before it stays
+            print(f"error: {error}", file=sys.stderr)
+            messages.pop()
+            continue
+        show(generation)
+        result = generation.result()
+        messages.append({"role": "assistant", "content": result.outputs[0].text})
+        print_statistics(result.statistics, model.device, args.stats)
+
+
+def print_outputs(model: Transformer, result: Result, prompt_length: int, marked: bool) -> None:
+    """Print every output, under a number if there are several, with the kept tokens `marked`."""
+    for number, output in enumerate(result.outputs, start=1):
+        if len(result.outputs) > 1:
+            print(f"--- {number} of {len(result.outputs)} ({output.stop_reason})")
+        print(mark_kept(model, output, prompt_length) if marked else output.text)
+
+
+def mark_kept(model: Transformer, output: Output, prompt_length: int) -> str:
+    """An output's text with the tokens still in the cache in colour, or in a pipe in brackets."""
+    before, after = ("\033[1;32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
+    kept, marking = set(output.kept), False
+    parts, stream = [], model.tokenizer.stream()
+    for position, token in enumerate(output.tokens, start=prompt_length):
+        if (position in kept) != marking:
+            parts.append(after if marking else before)
+            marking = not marking
+        parts.append(stream.add([token]))
+    return "".join(parts) + stream.end() + (after if marking else "")
+
+
+@functools.cache
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second that the device's memory gives: a large read on a CPU, a copy on a GPU."""
+    source = torch.ones(64 * 2**20, device=device)
+    target = torch.empty_like(source)
+    moved = source.nbytes if device.type == "cpu" else 2 * source.nbytes
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        source.sum() if device.type == "cpu" else target.copy_(source)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return moved / min(seconds)
+
+
+def print_statistics(statistics: Statistics, device: torch.device, form: str) -> None:
+    """Write the statistics to stderr, as text or as one line of JSON."""
+    bandwidth = memory_bandwidth(device)
+    share = statistics.decode_bytes_per_second / bandwidth
+    if form == "json":
+        record = asdict(statistics) | {"memory_bandwidth": bandwidth, "bandwidth_share": share}
+        print(json.dumps(record), file=sys.stderr)
+        return
+    s = statistics
+    print(
+        f"prefill  {s.prompt_tokens} tokens in {s.prefill_seconds:.2f} s\n"
+        f"decode   {s.new_tokens} tokens in {s.decode_seconds:.2f} s:"
+        f" {s.decode_tokens_per_second:.1f} tokens/s, {s.decode_bytes_per_second / 1e9:.1f} GB/s,"
+        f" {share:.0%} of the measured {bandwidth / 1e9:.1f} GB/s\n"
+        f"compile  {s.compile_seconds:.1f} s\n"
+        f"memory   peak {s.peak_memory / 1e9:.2f} GB; KV cache {s.kv_bytes / 1e6:.1f} MB,"
+        f" a full one {s.kv_bytes_full_cache / 1e6:.1f} MB\n"
+        f"tokens   {s.tokens_kept} kept, {s.tokens_evicted} evicted",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,608 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decoder for the LLaMA family with a static KV cache, and its checkpoint loader.
+
+`Transformer.forward` serves prefill and decode. In decode every row takes one token, whose keys and
+values go into a slot of the cache before the row attends to its slots; in prefill a chunk of one
+prompt attends to [cache | chunk], and the cache chooses afterwards what stays.
+
+Shapes: B rows, T tokens, H query heads, H_kv key-value heads, G = H / H_kv, D head dimension,
+S slots of the cache.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from epikv import LayerCache, SlotCache
+
+PREFILL_CHUNK = 2048  # prompt tokens in one forward pass: bounds the activations of any prompt
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used. The message is one line."""
+
+
+# Configuration ---------------------------------------------------------------------------------
+
+# What sets the families apart. A string names the key of config.json that decides.
+ARCHITECTURES = {
+    "LlamaForCausalLM": dict(
+        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", qk_norm=False
+    ),
+    "MistralForCausalLM": dict(qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False),
+    "Qwen2ForCausalLM": dict(qkv_bias=True, out_bias=False, mlp_bias=False, qk_norm=False),
+    "Qwen3ForCausalLM": dict(
+        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias=False, qk_norm=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model. `rope_scaling` is empty or a `linear` or `llama3` scaling of RoPE."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: dict
+    max_positions: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    @classmethod
+    def from_hf(cls, hf: dict) -> "ModelConfig":
+        """Read a Hugging Face config.json. Raises CheckpointError for what is not supported."""
+        architecture = (hf.get("architectures") or ["none"])[0]
+        if architecture not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise CheckpointError(f"architecture {architecture!r} is not supported; known: {known}")
+        windowed = hf.get("use_sliding_window", hf.get("sliding_window") is not None)
+        if windowed or set(hf.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+            raise CheckpointError("sliding-window attention is not supported, only full attention")
+        if hf.get("hidden_act", "silu") != "silu":
+            raise CheckpointError(f"activation {hf['hidden_act']!r} is not supported, only 'silu'")
+        try:
+            n_heads = hf["num_attention_heads"]
+            theta, scaling = read_rope(hf)
+            return cls(
+                vocab_size=hf["vocab_size"],
+                hidden_size=hf["hidden_size"],
+                intermediate_size=hf["intermediate_size"],
+                n_layers=hf["num_hidden_layers"],
+                n_heads=n_heads,
+                n_kv_heads=hf.get("num_key_value_heads") or n_heads,
+                head_dim=hf.get("head_dim") or hf["hidden_size"] // n_heads,
+                norm_eps=hf.get("rms_norm_eps", 1e-6),
+                rope_theta=theta,
+                rope_scaling=scaling,
+                max_positions=hf["max_position_embeddings"],
+                tied_embeddings=hf.get("tie_word_embeddings", False),
+                **{
+                    field: hf.get(source, False) if isinstance(source, str) else source
+                    for field, source in ARCHITECTURES[architecture].items()
+                },
+            )
+        except KeyError as error:
+            raise CheckpointError(f"config.json has no {error}") from None
+
+
+def read_rope(hf: dict) -> tuple[float, dict]:
+    """RoPE base and scaling from either spelling: `rope_parameters`, or the older two keys."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    required = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
+    }
+    if kind not in required:
+        raise CheckpointError(f"rope type {kind!r} is not supported; known: {', '.join(required)}")
+    if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise CheckpointError("partial_rotary_factor is not supported: RoPE turns whole heads only")
+    theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
+    scaling = {} if kind == "default" else {"type": kind}
+    return theta, scaling | {key: rope[key] for key in required[kind]}
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each pair of head dimensions. [D/2] float32
+
+    `llama3` slows wavelengths longer than the original context by `factor`, leaves short ones, and
+    blends in between (Llama 3.1).
+    """
+    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    frequency = 1.0 / config.rope_theta ** (pairs / config.head_dim)
+    scaling = config.rope_scaling
+    if not scaling:
+        return frequency
+    slowed = frequency / scaling["factor"]
+    if scaling["type"] == "linear":
+        return slowed
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * frequency + (1 - keep) * slowed
+
+
+# The model -------------------------------------------------------------------------------------
+
+
+class Linear(nn.Module):
+    """y = W x + b with uninitialised weight [n_out, n_in] and bias [n_out] or None."""
+
+    def __init__(self, n_in: int, n_out: int, bias: bool, dtype: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_out, n_in, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(n_out, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear, except that one row on a CPU takes a matrix-vector product.
+
+    Inductor turns that into a loop which streams the weight at memory speed: on two cores a decode
+    step of a 135M model took 17 ms in float32, against 53 ms through the library's matrix product.
+    """
+    if x.device.type != "cpu" or x.numel() != x.shape[-1]:
+        return F.linear(x, weight, bias)
+    y = torch.mv(weight, x.flatten())
+    return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float, dtype: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class Block(nn.Module):
+    """Attention and gated MLP, each on a normalised residual stream."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype):
+        super().__init__()
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+        self.heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)  # of q, k, v
+        self.head_dim = config.head_dim
+        self.attention_norm = RMSNorm(hidden, eps, dtype)
+        self.qkv = Linear(hidden, sum(self.heads) * self.head_dim, config.qkv_bias, dtype)
+        self.q_norm = RMSNorm(self.head_dim, eps, dtype) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, eps, dtype) if config.qk_norm else nn.Identity()
+        self.out = Linear(config.n_heads * self.head_dim, hidden, config.out_bias, dtype)
+        self.mlp_norm = RMSNorm(hidden, eps, dtype)
+        self.gate_up = Linear(hidden, 2 * inner, config.mlp_bias, dtype)
+        self.down = Linear(inner, hidden, config.mlp_bias, dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        slot: Tensor | None,
+        mask: Tensor | None,
+        n_cached: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As Transformer.forward. Returns the residual [B, T, hidden] and the tokens' k and v."""
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split(self.heads, dim=2)  # [B, T, heads, D]
+        q = rotate(self.q_norm(q).transpose(1, 2), cos, sin)  # [B, H, T, D]
+        k = rotate(self.k_norm(k).transpose(1, 2), cos, sin)  # [B, H_kv, T, D]
+        v = v.transpose(1, 2)
+        if slot is None:
+            attended = attend_to_prompt(q, k, v, cache, n_cached)
+        else:
+            cache.write(slot, k, v)
+            attended = attend_to_slots(q, cache, mask)
+        x = x + self.out(attended)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up), k, v
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to x [B, heads, T, D] in float32: dimension i turns with i + D/2."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return turned.to(x.dtype)
+
+
+def attend_to_slots(q: Tensor, cache: LayerCache, mask: Tensor | None) -> Tensor:
+    """Attention of one token a row, q [B, H, 1, D], to its slots. [B, 1, H * D]
+
+    mask [B, 1, 1, P] limits it to the first P slots while a row still fills; None means that every
+    slot of every row is taken, so that flash attention may run. The heads that share a key-value
+    head stand as queries of that one head, so keys and values are never repeated.
+    """
+    k, v = cache.k, cache.v  # [B, H_kv, S, D]
+    if mask is not None:
+        k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]
+    grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B, H_kv, G, D]
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape[0], 1, -1)
+
+
+def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, n_cached: int) -> Tensor:
+    """Causal attention of T prompt tokens to the first `n_cached` slots and themselves. [B, T, H*D]
+
+    `is_causal` aligns the diagonal top left, so it serves only the first chunk; later ones need it
+    bottom right, where flash attention has it without a mask tensor.
+    """
+    if n_cached == 0:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    else:
+        k = torch.cat([cache.k[:, :, :n_cached], k], dim=2)
+        v = torch.cat([cache.v[:, :, :n_cached], v], dim=2)
+        causal = causal_lower_right(q.shape[2], k.shape[2])
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=causal, enable_gqa=True)
+    return y.transpose(1, 2).flatten(2)
+
+
+class Transformer(nn.Module):
+    """A LLaMA-family decoder with uninitialised weights; `from_pretrained` loads a checkpoint.
+
+    tokenizer: set by `from_pretrained`, else None. defaults: the checkpoint's generation_config.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.tokenizer: TextTokenizer | None = None
+        self.defaults: dict = {}
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = nn.Parameter(torch.empty(shape, dtype=dtype))
+        self.blocks = nn.ModuleList(Block(config, dtype) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.head = None
+        if not config.tied_embeddings:
+            self.head = Linear(config.hidden_size, config.vocab_size, False, dtype)
+        self.register_buffer("rope", rope_frequencies(config).to(self.embedding.device))
+        self.requires_grad_(False)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        checkpoint: str | Path,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "Transformer":
+        """Load a Hugging Face repository id or a local folder: weights, tokenizer, defaults.
+
+        device: None takes CUDA where there is one, else the CPU. dtype: None takes float32 on the
+        CPU, else bfloat16. Weights go to the device tensor by tensor.
+
+        Raises CheckpointError in one line for a checkpoint that is missing, damaged or not
+        supported, ValueError for a device that is not there, OSError where the disk refuses.
+        """
+        device = find_device(device)
+        if dtype is None:
+            dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        folder = find_checkpoint(checkpoint)
+        hf = read_json(folder / "config.json")
+        config = ModelConfig.from_hf(hf)
+        tokenizer = TextTokenizer(folder)
+        defaults = read_json(folder / "generation_config.json", optional=True)
+        with torch.device(device):
+            model = cls(config, dtype)
+        load_weights(model, folder)
+        model.tokenizer = tokenizer
+        model.defaults = {"eos_token_id": hf.get("eos_token_id")} | defaults
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def eos_ids(self) -> set[int]:
+        """Every token that ends a text: generation_config's (or config's) and the tokenizer's."""
+        ids = self.defaults.get("eos_token_id")
+        ids = set(ids) if isinstance(ids, list) else {ids}
+        if self.tokenizer is not None:
+            ids.add(self.tokenizer.eos_id)
+        return ids - {None}
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        cache: SlotCache,
+        slot: Tensor | None = None,
+        mask: Tensor | None = None,
+        n_cached: int = 0,
+        run_block: Callable = Block.forward,
+    ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+        """Run `tokens` [B, T] int64 at `position` [B, T] through the blocks.
+
+        Decode gives `slot` [B], where each row's token (T = 1) is stored, and `mask` as
+        `attend_to_slots` has it. Prefill gives `n_cached`, the slots already occupied, and stores
+        nothing. `run_block` is Block.forward or a compiled form of it.
+
+        Returns the last residual [B, T, hidden], the residuals after the blocks `cache.reads`, and
+        every layer's keys and values [B, H_kv, T, D].
+        """
+        x = F.embedding(tokens, self.embedding)  # [B, T, hidden]
+        angle = position[:, None, :, None].float() * self.rope  # [B, 1, T, D/2]
+        cos, sin = angle.cos(), angle.sin()
+        residuals, keys, values = [], [], []
+        for i, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+            x, k, v = run_block(block, x, cos, sin, layer, slot, mask, n_cached)
+            keys.append(k)
+            values.append(v)
+            if i in cache.reads:
+                residuals.append(x)
+        return x, residuals, keys, values
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Scores of the next token, at least float32 [B, vocab], from a residual [B, hidden]."""
+        x = self.norm(x)
+        logits = linear(x, self.embedding) if self.head is None else self.head(x)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def prefill(self, tokens: Tensor, cache: SlotCache) -> Tensor:
+        """Take a prompt [1, N] int64 into a fresh one-row `cache`. Returns logits [1, vocab].
+
+        A prompt of any length passes in chunks no longer than the budget, so memory is that of the
+        cache and one chunk. It runs eagerly: a matrix product of thousands of rows gains little
+        from compilation, and every new length would compile anew.
+        """
+        n_tokens, budget = tokens.shape[1], cache.config.budget
+        cache.protect_prompt(n_tokens)
+        for start in range(0, n_tokens, min(PREFILL_CHUNK, budget)):
+            chunk = tokens[:, start : start + min(PREFILL_CHUNK, budget)]
+            position = torch.arange(start, start + chunk.shape[1], device=tokens.device)[None]
+            x, residuals, k, v = self(chunk, position, cache, n_cached=min(start, budget))
+            cache.admit(k, v, residuals)
+        return self.logits(x[:, -1])
+
+    def new_cache(self, config, batch_size: int = 1) -> SlotCache:
+        """An empty cache of this model's shape for `batch_size` rows; `config`: EvictionConfig."""
+        with torch.device(self.device):
+            return SlotCache(
+                config,
+                n_layers=self.config.n_layers,
+                n_kv_heads=self.config.n_kv_heads,
+                head_dim=self.config.head_dim,
+                hidden_size=self.config.hidden_size,
+                batch_size=batch_size,
+                dtype=self.dtype,
+            )
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device called `name`, checked to be there; None for CUDA or else the CPU."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):  # unknown, not compiled in, or without a driver
+        raise ValueError(f"device {name!r} is not available here; try cpu") from None
+    return device
+
+
+# Checkpoints -----------------------------------------------------------------------------------
+
+CHECKPOINT_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+    "model*.safetensors",
+]
+
+
+def find_checkpoint(checkpoint: str | Path) -> Path:
+    """The local folder of a checkpoint, downloaded from the Hugging Face hub if need be."""
+    folder = Path(checkpoint).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(str(checkpoint), allow_patterns=CHECKPOINT_FILES))
+    except HFValidationError:
+        raise CheckpointError(f"{checkpoint}: not a folder, nor a Hugging Face repo id") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{checkpoint}: no such folder, and the hub says: {reason}") from None
+
+
+def read_json(path: Path, optional: bool = False) -> dict:
+    if optional and not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: not found") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
+
+
+def load_weights(model: Transformer, folder: Path) -> None:
+    """Copy the tensors of a folder's safetensors files into `model`, one at a time.
+
+    Raises CheckpointError for a missing or damaged file, and for a tensor that is missing, unknown
+    or of another shape.
+    """
+    targets = weight_targets(model)
+    for name, tensor in read_tensors(folder):
+        if name.endswith("rotary_emb.inv_freq"):  # old checkpoints carry what the config says
+            continue
+        if name == "lm_head.weight" and model.config.tied_embeddings:
+            continue
+        if name not in targets:
+            raise CheckpointError(f"{folder}: unknown tensor {name!r}")
+        target = targets.pop(name)
+        if tensor.shape != target.shape:
+            found, wanted = list(tensor.shape), list(target.shape)
+            raise CheckpointError(f"{folder}: {name} has shape {found}, the config says {wanted}")
+        target.copy_(tensor)
+    if targets:
+        raise CheckpointError(f"{folder}: {len(targets)} tensors missing, first {min(targets)!r}")
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of all safetensors files that the index names, or of the only one."""
+    index = read_json(folder / "model.safetensors.index.json", optional=True)
+    for shard in sorted(set(index.get("weight_map", {}).values()) or {"model.safetensors"}):
+        path = folder / shard
+        if not path.is_file():
+            raise CheckpointError(f"{path}: not found")
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                for name in tensors.keys():
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: damaged or incomplete: {error}") from None
+
+
+def weight_targets(model: Transformer) -> dict[str, Tensor]:
+    """The part of a parameter that each tensor of a Hugging Face checkpoint fills."""
+    targets = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.norm.weight}
+    if model.head is not None:
+        targets["lm_head.weight"] = model.head.weight
+    for i, block in enumerate(model.blocks):
+        heads = [n * block.head_dim for n in block.heads]
+        inner = block.down.weight.shape[1]
+        parts = [  # module, the names of the tensors stacked in it, their rows
+            (block.attention_norm, ["input_layernorm"], None),
+            (block.qkv, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], heads),
+            (block.q_norm, ["self_attn.q_norm"], None),
+            (block.k_norm, ["self_attn.k_norm"], None),
+            (block.out, ["self_attn.o_proj"], None),
+            (block.mlp_norm, ["post_attention_layernorm"], None),
+            (block.gate_up, ["mlp.gate_proj", "mlp.up_proj"], [inner, inner]),
+            (block.down, ["mlp.down_proj"], None),
+        ]
+        for module, names, rows in parts:
+            for kind, parameter in module.named_parameters():
+                for name, part in zip(names, parameter.split(rows or len(parameter)), strict=True):
+                    targets[f"model.layers.{i}.{name}.{kind}"] = part
+    return targets
+
+
+# Text ------------------------------------------------------------------------------------------
+
+
+class TextTokenizer:
+    """The tokenizer.json of a checkpoint with its chat template.
+
+    eos_id: the end-of-sequence token that tokenizer_config.json names, or None.
+    """
+
+    def __init__(self, folder: Path):
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{path}: not found, and no other tokenizer format is supported")
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more specific
+            raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        config = read_json(folder / "tokenizer_config.json", optional=True)
+        # A special token is a string, or an object that holds it.
+        self.special_tokens = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name, token in config.items()
+            if name in ("bos_token", "eos_token", "pad_token", "unk_token") and token
+        }
+        self.eos_id = self.tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
+        file = folder / "chat_template.jinja"
+        template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+        if isinstance(template, list):  # several named templates
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        self.chat_template: str | None = template
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of plain text, with the BOS that the tokenizer itself puts first, if any."""
+        return self.tokenizer.encode(text).ids
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Tokens of a conversation, ready for the assistant's turn.
+
+        messages: `{"role": "system" | "user" | "assistant", "content": text}` in order. The
+        template writes every special token, so none is added. Raises CheckpointError without one.
+        """
+        if self.chat_template is None:
+            raise CheckpointError("the checkpoint has no chat template; use --raw (raw=True)")
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = raise_template_error
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
+        try:
+            text = environment.from_string(self.chat_template).render(
+                messages=messages, add_generation_prompt=True, **self.special_tokens
+            )
+        except TemplateError as error:
+            raise CheckpointError(f"chat template: {error}") from None
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+    def stream(self) -> "TextStream":
+        return TextStream(self.tokenizer)
+
+
+class TextStream:
+    """Text of tokens that arrive a few at a time, never cut inside a character."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.stream = DecodeStream(skip_special_tokens=True)
+        self.tokens: list[int] = []
+        self.length = 0  # characters handed out
+
+    def add(self, tokens: list[int]) -> str:
+        """The text that became final with `tokens`, maybe none."""
+        self.tokens += tokens
+        text = "".join(self.stream.step(self.tokenizer, token) or "" for token in tokens)
+        self.length += len(text)
+        return text
+
+    def end(self) -> str:
+        """What is left: characters that never became whole."""
+        return self.tokenizer.decode(self.tokens)[self.length :]
+
+
+def raise_template_error(message: str):
+    raise TemplateError(message)
