@@ -76,8 +76,11 @@ class EvictionConfig:
             )
         if self.window < 2:
             raise ValueError(f"window must be at least 2, got {self.window}")
-        if (self.band_a or self.band_b) and not POLICIES[self.policy].bands:
-            raise ValueError(f"policy {self.policy!r} reads no blocks; drop band_a and band_b")
+        for band in (self.band_a, self.band_b):
+            if band is not None and not POLICIES[self.policy].bands:
+                raise ValueError(f"policy {self.policy!r} reads no blocks; drop band_a and band_b")
+            if band is not None and len(band) == 0:
+                raise ValueError("a band names no block; leave it out for the policy's own")
 
     def bands(self, n_layers: int) -> tuple[tuple[int, ...], ...]:
         """The blocks of each band in a model of `n_layers` blocks: the named or the scaled ones."""
@@ -85,8 +88,8 @@ class EvictionConfig:
         given = (self.band_a, self.band_b)[: len(default)]
         bands = []
         for paper, named in zip(default, given, strict=True):
-            scaled = dict.fromkeys(round(layer * n_layers / 32) for layer in paper)
-            bands.append(named or tuple(scaled))
+            scaled = (min(round(layer * n_layers / 32), n_layers - 1) for layer in paper)
+            bands.append(tuple(dict.fromkeys(scaled if named is None else named)))
         for layer in (layer for band in bands for layer in band):
             if not 0 <= layer < n_layers:
                 raise ValueError(f"band names block {layer}; the model has 0 to {n_layers - 1}")
@@ -94,7 +97,7 @@ class EvictionConfig:
 
 
 def hash_uniform(*keys: Tensor | int) -> Tensor:
-    """Uniform float32 numbers in (0, 1), a pure function of integers `keys` that broadcast.
+    """Uniform float32 numbers in (0, 1), a pure function of integer `keys`, tensors that broadcast.
 
     A hash and not a generator, so that a row's numbers depend neither on its batch mates nor on the
     device, nor on whether the step is compiled. The rounds are a 32-bit permutation found by
@@ -139,9 +142,10 @@ def rolling_zscore(windows: Tensor, valid: Tensor) -> Tensor:
 
     Zero while a window holds fewer than two values.
     """
-    mean = rolling_mean(windows, valid)
-    variance = rolling_mean((windows - mean[..., None]) ** 2, valid)
-    return torch.where(valid[..., 0, -1:], windows[..., -1] - mean, 0) / (variance.sqrt() + 1e-6)
+    offset = windows - windows[..., -1:]  # from x, so that a constant has no rounding error
+    mean = rolling_mean(offset, valid)
+    variance = rolling_mean((offset - mean[..., None]) ** 2, valid)
+    return -mean / (variance.sqrt() + 1e-6)
 
 
 class Policy(nn.Module):
@@ -387,7 +391,8 @@ class SlotCache(nn.Module):
 
     def evictable(self, position: Tensor, newest: Tensor) -> Tensor:
         """Tokens that may go when the newest one stands at `newest` [B, 1]. `position`: [B, any]"""
-        return (position >= self.protected[:, None]) & (position <= newest - self.config.recent)
+        recent = max(self.config.recent, 1)  # the newest stays in any case
+        return (position >= self.protected[:, None]) & (position <= newest - recent)
 
     def victim(self) -> Tensor:
         """The slot [B] of the lowest score, of the oldest among equals, for the token to come."""

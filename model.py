@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
 from jinja2 import TemplateError
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
@@ -80,7 +81,8 @@ class ModelConfig:
         if architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise CheckpointError(f"architecture {architecture!r} is not supported; known: {known}")
-        windowed = hf.get("use_sliding_window", hf.get("sliding_window") is not None)
+        window = hf.get("sliding_window", 4096 if architecture == "MistralForCausalLM" else None)
+        windowed = hf.get("use_sliding_window", window is not None)
         if windowed or set(hf.get("layer_types") or ["full_attention"]) != {"full_attention"}:
             raise CheckpointError("sliding-window attention is not supported, only full attention")
         if hf.get("hidden_act", "silu") != "silu":
@@ -427,6 +429,11 @@ CHECKPOINT_FILES = [
 ]
 
 
+def one_line(error: Exception) -> str:
+    """The message of any error, without its line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def find_checkpoint(checkpoint: str | Path) -> Path:
     """The local folder of a checkpoint, downloaded from the Hugging Face hub if need be."""
     folder = Path(checkpoint).expanduser()
@@ -436,20 +443,23 @@ def find_checkpoint(checkpoint: str | Path) -> Path:
         return Path(snapshot_download(str(checkpoint), allow_patterns=CHECKPOINT_FILES))
     except HFValidationError:
         raise CheckpointError(f"{checkpoint}: not a folder, nor a Hugging Face repo id") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{checkpoint}: no such folder, and the hub says: {reason}") from None
+    except Exception as error:  # of the HTTP library, the hub and the disk: no common base class
+        reason = one_line(error)
+        raise CheckpointError(f"{checkpoint}: no such folder, and no download: {reason}") from None
 
 
 def read_json(path: Path, optional: bool = False) -> dict:
     if optional and not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not found") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return content
 
 
 def load_weights(model: Transformer, folder: Path) -> None:
@@ -518,6 +528,16 @@ def weight_targets(model: Transformer) -> dict[str, Tensor]:
 # Text ------------------------------------------------------------------------------------------
 
 
+class GenerationTag(Extension):
+    """The tag `generation`, with which templates mark the assistant's words for training."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+
 class TextTokenizer:
     """The tokenizer.json of a checkpoint with its chat template.
 
@@ -543,7 +563,10 @@ class TextTokenizer:
         }
         self.eos_id = self.tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
         file = folder / "chat_template.jinja"
-        template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+        try:
+            template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{file}: not text: {error}") from None
         if isinstance(template, list):  # several named templates
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         self.chat_template: str | None = template
@@ -561,19 +584,25 @@ class TextTokenizer:
         if self.chat_template is None:
             raise CheckpointError("the checkpoint has no chat template; use --raw (raw=True)")
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", GenerationTag],
         )
         environment.globals["raise_exception"] = raise_template_error
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-            value, ensure_ascii=False, indent=indent
+        environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
+            value, ensure_ascii=ensure_ascii, **options
         )
         try:
             text = environment.from_string(self.chat_template).render(
-                messages=messages, add_generation_prompt=True, **self.special_tokens
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self.special_tokens,
             )
-        except TemplateError as error:
-            raise CheckpointError(f"chat template: {error}") from None
+        except Exception as error:  # the template is a program of its own
+            raise CheckpointError(f"chat template: {one_line(error)}") from None
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: list[int]) -> str:
@@ -588,14 +617,24 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
+        self.restart()
+
+    def restart(self) -> None:
         self.stream = DecodeStream(skip_special_tokens=True)
         self.tokens: list[int] = []
         self.length = 0  # characters handed out
 
     def add(self, tokens: list[int]) -> str:
         """The text that became final with `tokens`, maybe none."""
-        self.tokens += tokens
-        text = "".join(self.stream.step(self.tokenizer, token) or "" for token in tokens)
+        return "".join(map(self.step, tokens))
+
+    def step(self, token: int) -> str:
+        try:
+            text = self.stream.step(self.tokenizer, token) or ""
+        except Exception:  # stray bytes undid text handed out (byte fallback): go on after them
+            self.restart()
+            text = self.stream.step(self.tokenizer, token) or ""
+        self.tokens.append(token)
         self.length += len(text)
         return text
 

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time the decode step: against transformers, per policy, over length, and its compilation.
+
+    python scripts/benchmark.py [--parts peers,policies,length,compile] [--output benchmark.json]
+
+Batch 1, greedy, the checkpoint's own weights in float32 on a CPU (bfloat16 on CUDA). Times of
+things that are compared alternate in short rounds of one process, and a ratio is the median over
+the rounds, so that a busy machine slows both sides. Prints a Markdown table a part and writes JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from epikv import EvictionConfig  # noqa: E402
+from generate import (  # noqa: E402
+    Engine,
+    Sampling,
+    memory_bandwidth,
+    peak_memory,
+    synchronize,
+    weight_bytes,
+)
+from model import Transformer  # noqa: E402
+
+TEXT = "A river begins as a trickle in the hills and grows with every stream that joins it. "
+
+
+class Decoder:
+    """An engine that is driven step by step."""
+
+    def __init__(self, model: Transformer, prompt: list[int], budget: int, policy: str = "epikv"):
+        self.engine = Engine(model, EvictionConfig(budget, policy), Sampling())
+        self.engine.warm_up([self.engine.prefix(1, budget), None])
+        self.engine.prefill([prompt])
+        self.length = len(prompt)
+
+    def run(self, n_steps: int) -> float:
+        """Decode `n_steps` tokens; returns seconds per step."""
+        synchronize(self.engine.model.device)
+        start = time.perf_counter()
+        for _ in range(n_steps):
+            self.length += 1
+            self.engine.step(self.engine.prefix(self.length, self.length))
+        synchronize(self.engine.model.device)
+        return (time.perf_counter() - start) / n_steps
+
+
+class TokenClock:
+    """A streamer for transformers' generate that notes when each token comes."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def put(self, tokens) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def seconds_per_token(self) -> float:
+        """Over the decode steps: the first two calls are the prompt and the prefill's token."""
+        return (self.times[-1] - self.times[1]) / (len(self.times) - 2)
+
+
+def alternate(contenders: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds that each contender returns, in turn, over `rounds` rounds after one not counted."""
+    seconds = {name: [] for name in contenders}
+    for counted in [False] + [True] * rounds:
+        for name, contender in contenders.items():
+            value = contender()
+            if counted:
+                seconds[name].append(value)
+    return seconds
+
+
+def ratio(numerator: list[float], denominator: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def row(seconds: list[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles(seconds, n=4)
+    return {
+        "tokens_per_second": 1 / median,
+        "ms_per_step": 1e3 * median,
+        "ms_quartiles": [1e3 * low, 1e3 * high],
+    }
+
+
+def compare_peers(model: Transformer, checkpoint: Path, budget: int) -> dict:
+    """Our saturated decode at `budget` against transformers with as many tokens in its cache."""
+    import transformers
+
+    n_new = 32
+    prompt = make_prompt(model, budget - n_new)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=model.dtype)
+    peer.to(model.device)
+    tokens = torch.tensor([prompt], device=model.device)
+    length = dict(max_new_tokens=n_new, min_new_tokens=n_new, do_sample=False)
+
+    def generate(**options) -> float:
+        clock = TokenClock()
+        peer.generate(tokens, streamer=clock, **length, **options)
+        return clock.seconds_per_token()
+
+    def plain_loop() -> float:
+        cache = transformers.DynamicCache(config=peer.config)
+        with torch.no_grad():
+            token = peer(tokens, past_key_values=cache).logits[:, -1:].argmax(-1)
+            start = time.perf_counter()
+            for _ in range(n_new - 1):
+                token = peer(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            synchronize(model.device)
+        return (time.perf_counter() - start) / (n_new - 1)
+
+    compiled = transformers.CompileConfig(fullgraph=True, dynamic=False, mode="default")
+    compiled._compile_all_devices = True  # transformers compiles on a CPU only when told so
+    ours = Decoder(model, make_prompt(model, budget), budget)
+    seconds = alternate(
+        {
+            "epikv": lambda: ours.run(n_new - 1),
+            "transformers generate()": generate,
+            "transformers forward loop": plain_loop,
+            "transformers static cache, compiled": lambda: generate(
+                cache_implementation="static", compile_config=compiled
+            ),
+        },
+        rounds=9,
+    )
+    return {
+        name: row(times) | {"speed_of_ours": ratio(times, seconds["epikv"])}
+        for name, times in seconds.items()
+    }
+
+
+def compare_policies(model: Transformer, budget: int) -> dict:
+    """Saturated step of `epikv` against `streaming`, which computes no score."""
+    prompt = make_prompt(model, budget)
+    decoders = {name: Decoder(model, prompt, budget, name) for name in ("streaming", "epikv")}
+    seconds = alternate(
+        {name: lambda decoder=decoder: decoder.run(25) for name, decoder in decoders.items()},
+        rounds=41,
+    )
+    return {
+        name: row(times) | {"time_over_streaming": ratio(times, seconds["streaming"])}
+        for name, times in seconds.items()
+    }
+
+
+def compare_lengths(model: Transformer, budget: int) -> dict:
+    """Step time and peak memory 1,000 and 8,000 tokens into a text, within `budget`."""
+    decoders, peaks = {}, {}
+    for length in (1000, 8000):
+        decoder = decoders[length] = Decoder(model, make_prompt(model, 64), budget)
+        decoder.run(length - decoder.length)
+        peaks[length] = peak_memory(model.device)
+    seconds = alternate(
+        {length: lambda decoder=decoder: decoder.run(10) for length, decoder in decoders.items()},
+        rounds=21,
+    )
+    return {
+        f"token {length:,}": row(times)
+        | {"time_over_first": ratio(times, seconds[1000]), "peak_memory": peaks[length]}
+        for length, times in seconds.items()
+    }
+
+
+def measure_compilation(checkpoint: Path, budget: int) -> dict:
+    """Seconds to compile all of a run's decode steps in new processes, without and with a cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(checkpoint)]
+        command += ["--budget", str(budget), "--max-new-tokens", str(budget + 8), "--ignore-eos"]
+        command += ["--prompt", "Hello", "--stats", "json"]
+        result = {}
+        for name in ("cold", "warm"):
+            done = subprocess.run(
+                command,
+                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            record = json.loads(done.stderr.splitlines()[-1])
+            result[name] = {"compile_seconds": record["compile_seconds"]}
+    return result
+
+
+def make_prompt(model: Transformer, n_tokens: int) -> list[int]:
+    tokens = model.tokenizer.encode(TEXT)
+    return (tokens * (n_tokens // len(tokens) + 1))[:n_tokens]
+
+
+def print_table(title: str, rows: dict[str, dict]) -> None:
+    """A Markdown table with a column for each key of the rows."""
+    columns = list(dict.fromkeys(key for record in rows.values() for key in record))
+    print(f"\n{title}\n\n| | {' | '.join(column.replace('_', ' ') for column in columns)} |")
+    print("|---" * (len(columns) + 1) + "|")
+    for name, record in rows.items():
+        print(f"| {name} | {' | '.join(show(record[column]) for column in columns)} |", flush=True)
+
+
+def show(value) -> str:
+    if isinstance(value, list):
+        return " to ".join(show(item) for item in value)
+    return f"{value:.3f}" if isinstance(value, float) else f"{value:,}"
+
+
+def describe(model: Transformer) -> dict:
+    """The machine, and the time that reading the weights once takes at the bandwidth it gives."""
+    bandwidth = memory_bandwidth(model.device)
+    return {
+        "torch": torch.__version__,
+        "device": str(model.device),
+        "threads": torch.get_num_threads(),
+        "memory_gigabytes_per_second": bandwidth / 1e9,
+        "weights_megabytes": weight_bytes(model) / 1e6,
+        "ms_to_read_weights": 1e3 * weight_bytes(model) / bandwidth,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--checkpoint", type=Path, default=ROOT / "models/SmolLM2-135M-Instruct")
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--parts", default="peers,policies,length,compile")
+    parser.add_argument("--output", type=Path, default=Path("benchmark.json"))
+    args = parser.parse_args()
+    model = Transformer.from_pretrained(args.checkpoint)
+    parts = {
+        "peers": lambda: compare_peers(model, args.checkpoint, args.budget),
+        "policies": lambda: compare_policies(model, args.budget),
+        "length": lambda: compare_lengths(model, args.budget),
+        "compile": lambda: measure_compilation(args.checkpoint, args.budget),
+    }
+    names = args.parts.split(",")
+    for name in names:
+        if name not in parts:
+            parser.error(f"unknown part {name!r}; known: {', '.join(parts)}")
+    result = {"machine": {"this machine": describe(model)}}
+    print_table(f"budget {args.budget}, {args.checkpoint.name}", result["machine"])
+    for name in names:
+        result[name] = parts[name]()
+        print_table(name, result[name])
+        args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""The decode step as compilers and CUDA graphs see it: no host sync, no copy, no recompilation."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import model as model_file
+from epikv import POLICIES, EvictionConfig, Random
+from generate import DecodeState, Engine, Generation, Sampling, decode_step
+from model import ModelConfig, Transformer
+
+SCORED = [name for name in POLICIES if name != "full"]
+
+
+def random_model(dtype=torch.float64, **shape) -> Transformer:
+    """A small model with random weights and no tokenizer."""
+    config = dict(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling={},
+        max_positions=100_000,
+        tied_embeddings=False,
+        qkv_bias=True,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+    )
+    model = Transformer(ModelConfig(**config | shape), dtype)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.copy_(noise / parameter.shape[-1] ** 0.5 + (parameter.dim() == 1))
+    return model
+
+
+def run(engine: Engine, prompts: list[list[int]], n_tokens: int) -> list[list[int]]:
+    """Generate exactly `n_tokens` in every row."""
+    generation = Generation(engine, prompts, n_tokens, set())
+    for _ in generation:
+        pass
+    return [output.tokens for output in generation.outputs]
+
+
+# Compiled against eager ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy"), [*(("blocks", policy) for policy in SCORED), ("step", "epikv")]
+)
+def test_compiled_step_equals_eager(mode, policy):
+    """Same tokens, same slots and same scores over filling and evicting, one prompt over budget."""
+    model = random_model()
+    prompts = [[1, 2, 3], list(range(45)), list(range(40)) * 2]
+    sampling = Sampling(temperature=(0.0, 1.0, 0.8), top_k=20, top_p=0.9, min_p=0.01, seed=3)
+    config = EvictionConfig(48, policy, recent=8, window=16)
+    engines = [Engine(model, config, sampling, 3, compile_mode) for compile_mode in (mode, "none")]
+    tokens = [run(engine, prompts, 150) for engine in engines]
+    compiled, eager = (engine.cache for engine in engines)
+    assert tokens[0] == tokens[1]
+    assert torch.equal(compiled.position, eager.position)
+    # RoPE's cosines are float32 in any model, and the compiler has its own.
+    torch.testing.assert_close(compiled.score, eager.score, rtol=1e-5, atol=1e-5)
+    for one, other in zip(compiled.layers, eager.layers, strict=True):
+        torch.testing.assert_close(one.k, other.k, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one.v, other.v, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_recompiles():
+    """From the second token to the 10,000th, for five prompt lengths, two runs and two engines."""
+    model = random_model(torch.float32, n_layers=2)
+    config = EvictionConfig(600, recent=8)
+    engine = Engine(model, config, Sampling())
+    run(engine, [[1, 2, 3]], 2)  # 2,000 more tokens need every prefix: these are compiled now
+    engine.warm_up([512, 600, None])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert len(run(engine, [[1, 2, 3]], 10_000)[0]) == 10_000
+        for n_tokens in (1, 17, 300, 600, 1500):
+            run(engine, [[4] * n_tokens], 50)
+        run(Engine(model, config, Sampling(seed=5)), [[7, 8]], 700)
+
+
+def test_a_recompilation_would_be_noticed():
+    """The stance used above does raise for a shape that was not warmed up."""
+    model = random_model(torch.float32, n_layers=2)
+    run(Engine(model, EvictionConfig(64), Sampling()), [[1, 2]], 3)
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
+        run(Engine(model, EvictionConfig(65), Sampling()), [[1, 2]], 3)
+
+
+def test_buffers_stay_in_place():
+    """A captured graph needs every buffer at its address: prefill, decode and a second run."""
+    engine = Engine(random_model(), EvictionConfig(32, recent=4), Sampling(), 2, "none")
+    buffers = {**dict(engine.cache.named_buffers()), **dict(engine.state.named_buffers())}
+    addresses = {name: buffer.data_ptr() for name, buffer in buffers.items()}
+    run(engine, [[1, 2, 3], [4] * 50], 60)
+    run(engine, [[5], [6, 7]], 40)
+    after = {**dict(engine.cache.named_buffers()), **dict(engine.state.named_buffers())}
+    assert {name: buffer.data_ptr() for name, buffer in after.items()} == addresses
+
+
+# As on a CUDA device ---------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Record the shape of every tensor that is not a view of one that was there before."""
+
+    def __init__(self, *modules):
+        super().__init__()
+        tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
+        self.storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()._cdata
+                if storage not in self.storages:
+                    self.shapes.append(tuple(tensor.shape))
+                self.storages[storage] = tensor  # held, so that no address is used twice
+        return result
+
+
+def cuda_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
+    """What scaled_dot_product_attention runs on CUDA; a CPU build only knows its slow fallback."""
+    lower_right = isinstance(attn_mask, tuple)
+    assert not lower_right or attn_mask == ("lower right", q.shape[2], k.shape[2])
+    if attn_mask is None or lower_right:
+        assert not (is_causal and q.shape[2] != k.shape[2]), "is_causal is aligned top left"
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(q, k, v, 0.0, is_causal or lower_right)[0]
+    assert q.shape[1] == k.shape[1], "the masked kernel would repeat keys and values"
+    mask = torch.zeros(attn_mask.shape, dtype=q.dtype, device=q.device)
+    mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, mask, False)[0]
+
+
+class WithoutCudaBuild(TorchFunctionMode):
+    """Spell subscripts and copy_ as operators: their Python bindings want a CUDA build of torch."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__:
+            return self.get(*args)
+        if function is torch.Tensor.__setitem__:
+            tensor, index, value = args
+            index = [None if item == slice(None) else item for item in index]
+            return torch.ops.aten.index_put_(tensor, index, value)
+        if function is torch.Tensor.copy_:
+            return torch.ops.aten.copy_(*args)
+        return function(*args, **(kwargs or {}))
+
+    def get(self, tensor, index):
+        index = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in index:
+            at = index.index(Ellipsis)
+            missing = tensor.dim() - sum(item is not None for item in index) + 1
+            index = (*index[:at], *[slice(None)] * missing, *index[at + 1 :])
+        dim = 0
+        for item in index:
+            if item is None:
+                tensor = tensor.unsqueeze(dim)
+            elif isinstance(item, int):
+                tensor = tensor.select(dim, item)
+                dim -= 1
+            else:
+                tensor = torch.ops.aten.slice(tensor, dim, item.start, item.stop)
+            dim += 1
+        return tensor
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Tensors on a CUDA device that have shapes but no values: asking for one raises."""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", cuda_attention)
+    monkeypatch.setattr(model_file, "causal_lower_right", lambda q, k: ("lower right", q, k))
+    with FakeTensorMode(), torch.device("cuda"), WithoutCudaBuild():
+        yield
+
+
+BATCH, SLOTS, HEADS = 3, 1031, 4  # primes, to tell axes by their size
+
+
+def fake_decoder(policy, budget=SLOTS):
+    model = random_model_on_device()
+    config = EvictionConfig(budget, policy)
+    sampling = Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.1)
+    return model, model.new_cache(config, BATCH), DecodeState(sampling, BATCH)
+
+
+def random_model_on_device():
+    """The small model in bfloat16 on the device of the context, values left out."""
+    shape = dict(n_layers=4, n_heads=HEADS, n_kv_heads=2, head_dim=64, hidden_size=128)
+    shape |= dict(vocab_size=300, intermediate_size=256, norm_eps=1e-5, rope_theta=1e4)
+    shape |= dict(rope_scaling={}, max_positions=9999, tied_embeddings=True, qkv_bias=True)
+    config = ModelConfig(**shape, out_bias=False, mlp_bias=False, qk_norm=True)
+    return Transformer(config, torch.bfloat16)
+
+
+@pytest.mark.parametrize("prefix", [512, None])
+@pytest.mark.parametrize("policy", SCORED)
+def test_decode_on_cuda(fake_cuda, policy, prefix):
+    """No value is asked for, and nothing larger than [B, H, S] is made: no copy of K or V."""
+    model, cache, state = fake_decoder(policy)
+    with Allocations(model, cache, state) as allocations:
+        decode_step(model, cache, state, prefix)
+    assert len(allocations.shapes) > 100
+    largest = max(torch.Size(shape).numel() for shape in allocations.shapes)
+    assert largest <= BATCH * HEADS * SLOTS
+
+
+@pytest.mark.parametrize("policy", SCORED)
+def test_prefill_on_cuda(fake_cuda, policy):
+    """No value is asked for, and no tensor has two sequence axes, in a prompt of four chunks."""
+    budget, n_tokens = 331, 1193  # chunks of 331, 331, 331 and 200
+    model = random_model_on_device()
+    cache = model.new_cache(EvictionConfig(budget, policy))
+    with Allocations(model, cache) as allocations:
+        logits = model.prefill(torch.zeros(1, n_tokens, dtype=torch.int64), cache)
+    assert logits.shape == (1, 300)
+    sequence = {331, 200, 331 + 331, 331 + 200}
+    assert any(331 in shape for shape in allocations.shapes)
+    assert not [s for s in allocations.shapes if sum(size in sequence for size in s) > 1]
+
+
+def test_a_host_sync_would_be_noticed(fake_cuda, monkeypatch):
+    """A policy that looks at a value raises, so the tests above can fail."""
+
+    class Peeking(Random):
+        def score(self, change, position):
+            score = super().score(change, position)
+            return score if score.sum().item() > 0 else -score
+
+    monkeypatch.setitem(POLICIES, "peeking", Peeking)
+    with pytest.raises(DataDependentOutputException):
+        decode_step(*fake_decoder("peeking"), 512)
+
+
+def test_a_copy_of_the_cache_would_be_noticed(fake_cuda, monkeypatch):
+    """Attention that repeats keys for the query heads makes a tensor that is too large."""
+    model, cache, state = fake_decoder("epikv")
+    with Allocations(model, cache, state) as allocations:
+        cache.layers[0].k.repeat_interleave(2, dim=1)
+    assert max(torch.Size(s).numel() for s in allocations.shapes) > BATCH * HEADS * SLOTS
+
+
+def test_cuda_graph_route(monkeypatch):
+    """On CUDA in mode "blocks", a prefix is captured once and replayed for each step."""
+    engine = Engine(random_model(), EvictionConfig(32, recent=4), Sampling(), 1, "none")
+    captured, replayed = [], []
+
+    class Graph:
+        def __init__(self, prefix):
+            self.prefix = prefix
+
+        def replay(self):
+            replayed.append(self.prefix)
+
+    def capture(prefix):
+        captured.append(prefix)
+        engine.graphs[prefix] = Graph(prefix)
+
+    monkeypatch.setattr(engine, "captures", True)
+    monkeypatch.setattr(engine, "capture", capture)
+    monkeypatch.setattr(engine, "run", lambda *args: pytest.fail("ran outside the graph"))
+    engine.warm_up([32, 32, None])
+    engine.warm_up([None])
+    for prefix in (32, 32, None):
+        engine.step(prefix)
+    assert captured == [32, None]
+    assert replayed == [32, 32, None]

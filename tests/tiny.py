@@ -1,0 +1,113 @@
+"""Tiny random checkpoints in the layout of the Hugging Face hub, for tests."""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+SPECIAL_TOKENS = ("<s>", "</s>", "<user>", "<bot>", "<think>")
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+BOS, EOS = 256, 257
+
+
+def make_model(folder: Path, family: str = "Llama", *, max_shard_size="1GB", seed=0, **config):
+    """Save a random model of `family` with transformers, and return `folder`.
+
+    `config` goes to the family's configuration class. Norms and biases are random as well, and the
+    weights large enough for attention to be far from uniform, so that nothing goes unnoticed.
+    """
+    shape = dict(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
+    hf_config = getattr(transformers, f"{family}Config")(**shape | config)
+    model = getattr(transformers, f"{family}ForCausalLM")(hf_config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            parameter.data = 1 + 0.3 * noise
+        elif name.endswith("bias"):
+            parameter.data = 0.5 * noise
+        elif "embed_tokens" in name:
+            parameter.data = noise
+        else:
+            parameter.data = 1.5 * noise / math.sqrt(parameter.shape[1])
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return Path(folder)
+
+
+def byte_level_tokenizer(adds_bos: bool = True) -> Tokenizer:
+    """One token per byte, so that every character beyond ASCII takes several."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return finish_tokenizer(tokenizer, adds_bos)
+
+
+def byte_fallback_tokenizer(adds_bos: bool = True) -> Tokenizer:
+    """Letters, and a token per byte for all else: the layout of the SentencePiece models."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    for char in "▁abcdefghijklmnopqrstuvwxyz":
+        vocab[char] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<0x00>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return finish_tokenizer(tokenizer, adds_bos)
+
+
+def finish_tokenizer(tokenizer: Tokenizer, adds_bos: bool) -> Tokenizer:
+    """Add the special tokens and, if wanted, a post-processor that puts BOS first."""
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
+    if adds_bos:
+        bos = ("<s>", tokenizer.token_to_id("<s>"))
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [bos])
+    return tokenizer
+
+
+def make_tokenizer(folder: Path, tokenizer: Tokenizer | None = None, **config):
+    """Write tokenizer.json, and a tokenizer_config.json with `config`. Returns `folder`."""
+    (tokenizer or byte_level_tokenizer()).save(str(folder / "tokenizer.json"))
+    write_json(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+        | config,
+    )
+    return Path(folder)
+
+
+def make_checkpoint(folder: Path, family: str = "Llama", **config) -> Path:
+    """A whole tiny checkpoint: model and tokenizer."""
+    return make_tokenizer(make_model(folder, family, **config))
+
+
+def read_json(path: Path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_json(path: Path, content) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def edit_json(path: Path, drop=(), **changes) -> None:
+    """Change and drop keys of a JSON object in a file."""
+    content = read_json(path) | changes
+    write_json(path, {key: value for key, value in content.items() if key not in drop})
