@@ -61,6 +61,8 @@ class Sampling:
             raise ValueError(f"top-p must be above 0 and at most 1, got {self.top_p}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min-p must be from 0 to 1, got {self.min_p}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
 
     def temperatures(self, batch_size: int) -> list[float]:
         """The temperature of each row."""
@@ -138,7 +140,8 @@ class DecodeState(nn.Module):
         self.register_buffer("token", torch.zeros(batch_size, dtype=torch.int64))
         self.register_buffer("recent", torch.zeros(batch_size, self.RING, dtype=torch.int64))
         self.register_buffer("n_drawn", torch.zeros(1, dtype=torch.int64))
-        self.register_buffer("temperature", torch.tensor(sampling.temperatures(batch_size)))
+        temperatures = torch.tensor(sampling.temperatures(batch_size), dtype=torch.float32)
+        self.register_buffer("temperature", temperatures)
         self.register_buffer("seed", torch.tensor([sampling.seed]))
 
     def draw(self, logits: Tensor, position: Tensor) -> None:
@@ -249,10 +252,6 @@ class Engine:
         self.run = compiled_step(compile_mode, model.device.type)
         self.compile_seconds = 0.0
 
-    @property
-    def batch_size(self) -> int:
-        return len(self.state.token)
-
     def prefix(self, shortest: int, longest: int) -> int | None:
         """Slots to attend to when rows hold `shortest` to `longest` tokens: a bucket, None for all.
 
@@ -349,19 +348,19 @@ class Output:
 class Statistics:
     """Cost of a run, all rows together. Times in seconds, sizes in bytes."""
 
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    compile_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    decode_steps: int = 0
-    decode_tokens_per_second: float = 0.0
-    decode_bytes_per_second: float = 0.0  # weights and occupied slots, once a step
-    peak_memory: int = 0  # of the device; of the process on a CPU
-    kv_bytes: int = 0
-    kv_bytes_full_cache: int = 0
-    tokens_kept: int = 0
-    tokens_evicted: int = 0
+    prompt_tokens: int
+    new_tokens: int
+    compile_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    decode_steps: int
+    decode_tokens_per_second: float
+    decode_bytes_per_second: float  # weights and occupied slots, once a step
+    peak_memory: int  # of the device; of the process on a CPU
+    kv_bytes: int
+    kv_bytes_full_cache: int
+    tokens_kept: int
+    tokens_evicted: int
 
 
 @dataclass
@@ -453,9 +452,8 @@ class Generation:
         engine, model = self.engine, self.engine.model
         lengths = engine.cache.length.tolist()
         kept = [min(length, engine.budget) for length in lengths]
-        slot_bytes = 2 * sum(
-            layer.k[0, :, 0].numel() * layer.k.element_size() for layer in engine.cache.layers
-        )
+        kv_bytes = sum(buffer.nbytes for buffer in engine.cache.layers.buffers())
+        slot_bytes = kv_bytes // (engine.budget * len(self.prompts))
         read = self.n_steps * weight_bytes(model) + slot_bytes * sum(
             min(len(prompt) + step, engine.budget)
             for prompt in self.prompts
@@ -472,7 +470,7 @@ class Generation:
             decode_tokens_per_second=self.n_steps * len(self.prompts) / seconds,
             decode_bytes_per_second=read / seconds,
             peak_memory=peak_memory(model.device),
-            kv_bytes=slot_bytes * engine.budget * len(self.prompts),
+            kv_bytes=kv_bytes,
             kv_bytes_full_cache=slot_bytes * sum(lengths),
             tokens_kept=sum(kept),
             tokens_evicted=sum(lengths) - sum(kept),

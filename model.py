@@ -307,7 +307,7 @@ class Transformer(nn.Module):
         CPU, else bfloat16. Weights go to the device tensor by tensor.
 
         Raises CheckpointError in one line for a checkpoint that is missing, damaged or not
-        supported, ValueError for a device that is not there, OSError where the disk refuses.
+        supported, or that the hub or the disk refuses, ValueError for a device that is not there.
         """
         device = find_device(device)
         if dtype is None:

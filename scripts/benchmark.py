@@ -214,6 +214,8 @@ def print_table(title: str, rows: dict[str, dict]) -> None:
 def show(value) -> str:
     if isinstance(value, list):
         return " to ".join(show(item) for item in value)
+    if isinstance(value, str):
+        return value
     return f"{value:.3f}" if isinstance(value, float) else f"{value:,}"
 
 

