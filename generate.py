@@ -9,6 +9,7 @@ One decode step is `decode_step`: choose a slot, run the blocks, score the token
 """
 
 import argparse
+import errno
 import functools
 import json
 import os
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from epikv import POLICIES, EvictionConfig, SlotCache, hash_uniform
-from model import Block, Transformer
+from model import Block, Transformer, one_line
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_BUDGET = 4096
@@ -53,7 +54,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if min(self.temperatures(1)) < 0:
+        if not all(temperature >= 0 for temperature in self.temperatures(1)):  # nor NaN
             raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top-k must be at least 1, got {self.top_k}")
@@ -61,6 +62,11 @@ class Sampling:
             raise ValueError(f"top-p must be above 0 and at most 1, got {self.top_p}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min-p must be from 0 to 1, got {self.min_p}")
+        if not self.draws:
+            for name in ("top_k", "top_p", "min_p"):
+                if getattr(self, name) is not None:
+                    name = name.replace("_", "-")
+                    raise ValueError(f"{name} has no effect at temperature 0; set a temperature")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
 
@@ -73,7 +79,7 @@ class Sampling:
     @property
     def draws(self) -> bool:
         """Whether any row takes another token than the likeliest."""
-        return max(self.temperatures(1)) > 0
+        return any(temperature > 0 for temperature in self.temperatures(1))
 
     @classmethod
     def for_model(cls, model: Transformer, seed: int = 0, **given) -> "Sampling":
@@ -83,11 +89,9 @@ class Sampling:
         if model.defaults.get("do_sample"):
             found = {name: model.defaults.get(name) for name in ("top_k", "top_p", "min_p")}
             defaults = {name: value for name, value in found.items() if value}
-            defaults["temperature"] = model.defaults.get("temperature", 1.0)
+            temperature = model.defaults.get("temperature")
+            defaults["temperature"] = 1.0 if temperature is None else temperature
         if not cls(given.get("temperature", defaults.get("temperature", 0.0))).draws:
-            if limits := given.keys() - {"temperature"}:
-                name = min(limits).replace("_", "-")
-                raise ValueError(f"{name} has no effect at temperature 0; set a temperature")
             defaults = {}
         return cls(seed=seed, **defaults | given)
 
@@ -103,8 +107,8 @@ def sample(
     """
     scaled = logits / temperature.clamp(min=1e-6)[:, None]
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        least = scaled.topk(sampling.top_k).values[:, -1:]
-        scaled = torch.where(scaled < least, -torch.inf, scaled)
+        kept = scaled.topk(sampling.top_k)
+        scaled = torch.full_like(scaled, -torch.inf).scatter(-1, kept.indices, kept.values)
     probability = scaled.softmax(dim=-1)
     if sampling.top_p is not None:
         ranked = probability.sort(dim=-1, descending=True).values
@@ -437,15 +441,20 @@ class Generation:
             text = self.texts[row].add(new) if self.texts[row] else ""
             if output.stop_reason != "interrupted":
                 self.open_rows.remove(row)
+                output.kept = self.kept(row)
                 text += self.texts[row].end() if self.texts[row] else ""
             output.text += text
             yield Delta(row, new, text)
 
+    def kept(self, row: int) -> list[int]:
+        """Positions of a row's own tokens in the cache; it may have run past its end."""
+        end = len(self.prompts[row]) + len(self.outputs[row].tokens)
+        return sorted(p for p in self.engine.cache.position[row].tolist() if 0 <= p < end)
+
     def result(self) -> Result:
         """Outputs and statistics of what has been generated so far."""
-        cache = self.engine.cache
-        for output, position in zip(self.outputs, cache.position.tolist(), strict=True):
-            output.kept = sorted(p for p in position if p >= 0)
+        for row in self.open_rows:
+            self.outputs[row].kept = self.kept(row)
         return Result(self.outputs, self.statistics())
 
     def statistics(self) -> Statistics:
@@ -609,14 +618,16 @@ class ArgumentParser(argparse.ArgumentParser):
 def parse_blocks(text: str) -> tuple[int, ...]:
     """Blocks from "10", "7-13" or "7,9,11"."""
     try:
-        first, *last = map(int, text.split("-"))
-        return tuple(range(first, last[0] + 1)) if last else (first,)
+        if "-" in text[1:]:
+            first, last = map(int, text.split("-"))
+            blocks = tuple(range(first, last + 1))
+        else:
+            blocks = tuple(map(int, text.split(",")))
     except ValueError:
-        pass
-    try:
-        return tuple(map(int, text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} names no blocks; try 10, 7-13 or 7,9") from None
+        blocks = ()
+    if not blocks:
+        raise argparse.ArgumentTypeError(f"{text!r} names no blocks; try 10, 7-13 or 7,9")
+    return blocks
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -671,12 +682,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal without a character still shows the rest
     try:
-        return run(args)
-    except BrokenPipeError:  # the reader of the pipe has left, and there is nobody to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        code = run(args)
+        sys.stdout.flush()
+        return code
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        code = getattr(error, "errno", None)
+        if code in (errno.EPIPE, errno.ENOSPC):  # stdout takes no more: drop what it still holds
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if code == errno.EPIPE:  # the reader of the pipe has left, and there is nobody to tell
+            return 0
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -687,12 +702,18 @@ def run(args: argparse.Namespace) -> int:
     settings = {name: value for name, value in vars(args).items() if name not in own}
     # What needs no model to be seen wrong is said before one is loaded.
     eviction_config(**{field.name: settings[field.name] for field in fields(EvictionConfig)})
-    Sampling(args.temperature or 0.0, args.top_k, args.top_p, args.min_p)
+    temperature = 1.0 if args.temperature is None else args.temperature
+    Sampling(temperature, args.top_k, args.top_p, args.min_p, args.seed)
+    for name in ("max_new_tokens", "num_samples"):
+        if (value := settings[name]) is not None and value < 1:
+            raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {value}")
     if args.chat:
         if args.num_samples != 1 or args.raw or args.show_kept:
             raise ValueError("--chat goes without --num-samples, --raw and --show-kept")
         return chat(load(args), args, settings)
     prompt = read_prompt(args)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty")
     model = load(args)
     generation = stream(model, prompt, **settings)
     streams = args.num_samples == 1 and not args.show_kept
@@ -711,7 +732,7 @@ def read_prompt(args: argparse.Namespace) -> str:
     try:
         if args.prompt_file is not None:
             return args.prompt_file.read_text(encoding="utf-8")
-        if not sys.stdin.isatty():
+        if sys.stdin is not None and not sys.stdin.isatty():
             return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         source = args.prompt_file or "the prompt on stdin"

@@ -391,23 +391,35 @@ class Transformer(nn.Module):
         return self.logits(x[:, -1])
 
     def new_cache(self, config, batch_size: int = 1) -> SlotCache:
-        """An empty cache of this model's shape for `batch_size` rows; `config`: EvictionConfig."""
-        with torch.device(self.device):
-            return SlotCache(
-                config,
-                n_layers=self.config.n_layers,
-                n_kv_heads=self.config.n_kv_heads,
-                head_dim=self.config.head_dim,
-                hidden_size=self.config.hidden_size,
-                batch_size=batch_size,
-                dtype=self.dtype,
-            )
+        """An empty cache of this model's shape for `batch_size` rows; `config`: EvictionConfig.
+
+        Raises ValueError when it does not fit in memory.
+        """
+        shape = self.config
+        try:
+            with torch.device(self.device):
+                return SlotCache(
+                    config,
+                    n_layers=shape.n_layers,
+                    n_kv_heads=shape.n_kv_heads,
+                    head_dim=shape.head_dim,
+                    hidden_size=shape.hidden_size,
+                    batch_size=batch_size,
+                    dtype=self.dtype,
+                )
+        except RuntimeError as error:  # what a CPU and a GPU have in common when memory runs out
+            raise ValueError(
+                f"no memory for a cache of {config.budget} slots in {batch_size} rows;"
+                f" lower the budget or the rows ({one_line(error)})"
+            ) from None
 
 
 def find_device(name: str | None) -> torch.device:
     """The device called `name`, checked to be there; None for CUDA or else the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in ("cuda", "cpu", "mps"):
+        raise ValueError(f"device {name!r} is not supported; known: cuda, cpu, mps")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -573,7 +585,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of plain text, with the BOS that the tokenizer itself puts first, if any."""
-        return self.tokenizer.encode(text).ids
+        return self.ids(text, add_special_tokens=True)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of a conversation, ready for the assistant's turn.
@@ -603,7 +615,11 @@ class TextTokenizer:
             )
         except Exception as error:  # the template is a program of its own
             raise CheckpointError(f"chat template: {one_line(error)}") from None
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.ids(text, add_special_tokens=False)
+
+    def ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        text.encode("utf-8")  # raises UnicodeEncodeError for the lone surrogates of broken input
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens)
