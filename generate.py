@@ -304,19 +304,16 @@ class Engine:
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Start afresh: take in a prompt per row and draw each row's first token."""
-        self.cache.reset()
-        self.state.n_drawn.zero_()
-        logits = {}
+        logits = []  # [1, vocab] of every row
         for row, prompt in enumerate(prompts):
             if row == 0 or prompt != prompts[row - 1]:  # samples of one prompt share its prefill
                 self.prompt_cache.reset()
                 tokens = torch.tensor([prompt], device=self.model.device)
-                logits[row] = self.model.prefill(tokens, self.prompt_cache)  # [1, vocab]
-            else:
-                logits[row] = logits[row - 1]
+                last = self.model.prefill(tokens, self.prompt_cache)
+            logits.append(last)
             if self.prompt_cache is not self.cache:
                 self.cache.load_row(row, self.prompt_cache)
-        self.state.draw(torch.cat(list(logits.values())), self.cache.length - 1)
+        self.state.draw(torch.cat(logits), self.cache.length - 1)
 
     def last_tokens(self, count: int) -> list[list[int]]:
         """The last `count` tokens drawn (at most DecodeState.RING) in every row; waits for them."""
@@ -555,8 +552,12 @@ def generate(model: Transformer, prompts, **settings) -> Result:
 
 def tokenize(model: Transformer, prompts, system: str | None, raw: bool) -> list[list[int]]:
     """The prompts of `stream` as lists of token ids."""
+    if raw and system:
+        raise ValueError("a system message needs the chat template; drop --raw (raw=True)")
     rows = []
     for prompt in [prompts] if isinstance(prompts, str) else prompts:
+        if isinstance(prompt, int):
+            raise ValueError("a prompt of token ids is a list inside the list: [[1, 2, 3]]")
         if isinstance(prompt, str):
             if model.tokenizer is None:
                 raise ValueError("the model has no tokenizer: give prompts as lists of token ids")

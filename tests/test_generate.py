@@ -319,7 +319,7 @@ def test_a_row_has_the_same_bits_beside_any_mates(model, policy, temperature):
 @pytest.mark.parametrize("policy", EVICTING)
 def test_a_row_has_the_tokens_it_has_alone(model, policy):
     """Also when its mates are longer or shorter, and fill their slots at other times."""
-    prompts = prompts_of(3, 12, 20, 24, 80)
+    prompts = prompts_of(3, 12, 20, 20, 24, 80)  # two of a length, but not the same
     settings = dict(policy=policy, max_new_tokens=50, **SMALL)
     together = run(model, prompts, **settings)
     for prompt, output in zip(prompts, together.outputs, strict=True):
@@ -844,6 +844,7 @@ def test_texts_pass_through_the_template_unless_raw(model, prompts, settings, te
         ([[]], "the prompt is empty"),
         ([[1], []], "the prompt is empty"),
         ([], "nothing to continue"),
+        ([1, 2, 3], "list inside the list"),
         ([[1, tiny.VOCAB_SIZE]], f"token id 261 is outside the vocabulary, 0 to {260}"),
         ([[1], [2, -1]], "token id -1 is outside the vocabulary, 0 to 260"),
     ],
@@ -865,6 +866,7 @@ def test_prompts_that_cannot_be_continued_are_refused(idle, prompts, words):
         (dict(budget=8, sinks=4, recent=4), "smaller than sinks 4 . recent 4 . 1"),
         (dict(policy="lru"), "unknown policy 'lru'; known: epikv, "),
         (dict(top_k=5), "top-k has no effect"),
+        (dict(raw=True, system="be brief"), "system message needs the chat template"),
     ],
     ids=str,
 )
