@@ -74,6 +74,8 @@ class EvictionConfig:
                 f"budget {self.budget} is smaller than sinks {self.sinks} + recent {self.recent}"
                 " + 1: raise it or lower the others"
             )
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to 2^32 - 1, got {self.seed}")
         if self.window < 2:
             raise ValueError(f"window must be at least 2, got {self.window}")
         for band in (self.band_a, self.band_b):
@@ -152,8 +154,8 @@ class Policy(nn.Module):
     """Decides which token a full cache forgets: the evictable one with the lowest score.
 
     A subclass writes `score`, and names in `bands` the blocks it reads, counted for a model of 32
-    blocks (none: `score` gets changes of no channel). Its state, if any, lives in buffers
-    whose first axis is the row.
+    blocks; without bands, `change` has no channel. Its state, if any, lives in buffers whose first
+    axis is the row.
     """
 
     bands: tuple[Sequence[int], ...] = ()

@@ -67,8 +67,8 @@ class Sampling:
                 if getattr(self, name) is not None:
                     name = name.replace("_", "-")
                     raise ValueError(f"{name} has no effect at temperature 0; set a temperature")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to 2^32 - 1, got {self.seed}")
 
     def temperatures(self, batch_size: int) -> list[float]:
         """The temperature of each row."""
@@ -102,8 +102,8 @@ def sample(
     """Draw the next token of every row, the likeliest where its temperature is 0. [B] int64
 
     logits [B, vocab]; temperature [B]; seed [1]; position [B] of the last token. The largest of
-    probability / exponential noise is a draw that needs no value on the host; the noise of row i
-    depends on the seed, i and the position alone.
+    probability / exponential noise is a draw that needs no value on the host; the noise depends on
+    the seed and on the row's number, the position and the token, and on nothing else.
     """
     scaled = logits / temperature.clamp(min=1e-6)[:, None]
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
@@ -206,7 +206,7 @@ def decode_step(
 def compiled_step(mode: str, device_type: str) -> Callable:
     """`decode_step` compiled for a mode of COMPILE_MODES; one for all engines of the process."""
     compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
-    if mode == "none":
+    if mode == "none" or device_type == "mps":  # whose compiler is not ready for every operator
         return decode_step
     if mode == "step":
         return compiled(decode_step, mode="reduce-overhead" if device_type == "cuda" else "default")
@@ -253,7 +253,7 @@ class Engine:
         self.captures = compile_mode == "blocks" and model.device.type == "cuda"
         self.graphs: dict[int | None, torch.cuda.CUDAGraph] = {}
         self.warm: set[int | None] = set()
-        self.run = compiled_step(compile_mode, model.device.type)
+        self.run_step = compiled_step(compile_mode, model.device.type)
         self.compile_seconds = 0.0
 
     def prefix(self, shortest: int, longest: int) -> int | None:
@@ -270,15 +270,22 @@ class Engine:
 
     def warm_up(self, prefixes: Sequence[int | None]) -> None:
         """Compile, and on CUDA capture, the step for `prefixes`. Leaves cache and state dirty."""
-        if self.run is decode_step:
+        if self.run_step is decode_step:
             return
         start = time.perf_counter()
-        # Each prefix, batch size and budget is a variant of its own; the default allows eight.
-        with torch._dynamo.config.patch(recompile_limit=256):
-            for prefix in dict.fromkeys(prefixes):
-                if prefix not in self.warm:
-                    self.capture(prefix) if self.captures else self.step(prefix)
-                    self.warm.add(prefix)
+        warm = self.capture if self.captures else self.step
+        try:
+            # Each prefix, batch size and budget is a variant of its own; the default allows eight.
+            with torch._dynamo.config.patch(recompile_limit=256):
+                for prefix in dict.fromkeys(prefixes):
+                    if prefix not in self.warm:
+                        warm(prefix)
+                        self.warm.add(prefix)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            reason = one_line(error).partition(" Set TORCHDYNAMO")[0]
+            raise ValueError(
+                f"cannot compile ({reason}); install a C++ compiler (g++) or use --no-compile"
+            ) from None
         synchronize(self.model.device)
         self.compile_seconds += time.perf_counter() - start
 
@@ -288,11 +295,11 @@ class Engine:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                self.run(self.model, self.cache, self.state, prefix)
+                self.run_step(self.model, self.cache, self.state, prefix)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.run(self.model, self.cache, self.state, prefix)
+            self.run_step(self.model, self.cache, self.state, prefix)
         self.graphs[prefix] = graph
 
     def step(self, prefix: int | None) -> None:
@@ -300,7 +307,7 @@ class Engine:
         if prefix in self.graphs:
             self.graphs[prefix].replay()
         else:
-            self.run(self.model, self.cache, self.state, prefix)
+            self.run_step(self.model, self.cache, self.state, prefix)
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Start afresh: take in a prompt per row and draw each row's first token."""
@@ -456,10 +463,13 @@ class Generation:
 
     def statistics(self) -> Statistics:
         engine, model = self.engine, self.engine.model
-        lengths = engine.cache.length.tolist()
+        ends = [len(p) + len(o.tokens) for p, o in zip(self.prompts, self.outputs, strict=True)]
+        # A row that has ended goes on idly; what it takes in then is not its own.
+        lengths = [min(*pair) for pair in zip(engine.cache.length.tolist(), ends, strict=True)]
         kept = [min(length, engine.budget) for length in lengths]
-        kv_bytes = sum(buffer.nbytes for buffer in engine.cache.layers.buffers())
-        slot_bytes = kv_bytes // (engine.budget * len(self.prompts))
+        caches = {engine.cache, engine.prompt_cache}
+        kv_bytes = sum(buffer.nbytes for cache in caches for buffer in cache.layers.buffers())
+        slot_bytes = sum(layer.k[0, :, 0].nbytes * 2 for layer in engine.cache.layers)
         read = self.n_steps * weight_bytes(model) + slot_bytes * sum(
             min(len(prompt) + step, engine.budget)
             for prompt in self.prompts
@@ -473,7 +483,8 @@ class Generation:
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
             decode_steps=self.n_steps,
-            decode_tokens_per_second=self.n_steps * len(self.prompts) / seconds,
+            decode_tokens_per_second=sum(len(o.tokens) - 1 for o in self.outputs if o.tokens)
+            / seconds,
             decode_bytes_per_second=read / seconds,
             peak_memory=peak_memory(model.device),
             kv_bytes=kv_bytes,
@@ -683,7 +694,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal without a character still shows the rest
     try:
-        code = run(args)
+        code = run_command(args)
         sys.stdout.flush()
         return code
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
@@ -698,7 +709,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     own = ("checkpoint", "device", "dtype", "prompt", "prompt_file", "chat", "stats", "show_kept")
     settings = {name: value for name, value in vars(args).items() if name not in own}
     # What needs no model to be seen wrong is said before one is loaded.
@@ -782,6 +793,7 @@ def chat(model: Transformer, args: argparse.Namespace, settings: dict) -> int:
         result = generation.result()
         messages.append({"role": "assistant", "content": result.outputs[0].text})
         print_statistics(result.statistics, model.device, args.stats)
+        del generation  # with its cache, before the next turn makes one
 
 
 def print_outputs(model: Transformer, result: Result, prompt_length: int, marked: bool) -> None:
@@ -807,17 +819,15 @@ def mark_kept(model: Transformer, output: Output, prompt_length: int) -> str:
 
 @functools.cache
 def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second that the device's memory gives: a large read on a CPU, a copy on a GPU."""
-    source = torch.ones(64 * 2**20, device=device)
-    target = torch.empty_like(source)
-    moved = source.nbytes if device.type == "cpu" else 2 * source.nbytes
+    """Bytes per second at which the device reads its memory: the best of ten sums of 256 MB."""
+    numbers = torch.ones(64 * 2**20, device=device)
     seconds = []
     for _ in range(10):
         start = time.perf_counter()
-        source.sum() if device.type == "cpu" else target.copy_(source)
+        numbers.sum()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return moved / min(seconds)
+    return numbers.nbytes / min(seconds)
 
 
 def print_statistics(statistics: Statistics, device: torch.device, form: str) -> None:

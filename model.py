@@ -81,14 +81,18 @@ class ModelConfig:
         if architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise CheckpointError(f"architecture {architecture!r} is not supported; known: {known}")
-        window = hf.get("sliding_window", 4096 if architecture == "MistralForCausalLM" else None)
-        windowed = hf.get("use_sliding_window", window is not None)
+        is_mistral = architecture == "MistralForCausalLM"  # whose window is 4096 if not denied
+        window = hf.get("sliding_window", 4096)
+        windowed = hf.get("use_sliding_window", is_mistral and window is not None)
         if windowed or set(hf.get("layer_types") or ["full_attention"]) != {"full_attention"}:
             raise CheckpointError("sliding-window attention is not supported, only full attention")
         if hf.get("hidden_act", "silu") != "silu":
             raise CheckpointError(f"activation {hf['hidden_act']!r} is not supported, only 'silu'")
         try:
             n_heads = hf["num_attention_heads"]
+            n_kv_heads = hf.get("num_key_value_heads") or n_heads
+            if n_heads % n_kv_heads:
+                raise ValueError(f"{n_heads} query heads cannot share {n_kv_heads} key-value heads")
             theta, scaling = read_rope(hf)
             return cls(
                 vocab_size=hf["vocab_size"],
@@ -96,7 +100,7 @@ class ModelConfig:
                 intermediate_size=hf["intermediate_size"],
                 n_layers=hf["num_hidden_layers"],
                 n_heads=n_heads,
-                n_kv_heads=hf.get("num_key_value_heads") or n_heads,
+                n_kv_heads=n_kv_heads,
                 head_dim=hf.get("head_dim") or hf["hidden_size"] // n_heads,
                 norm_eps=hf.get("rms_norm_eps", 1e-6),
                 rope_theta=theta,
@@ -110,6 +114,10 @@ class ModelConfig:
             )
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error}") from None
+        except CheckpointError:
+            raise
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            raise CheckpointError(f"config.json has a value that cannot be: {error}") from None
 
 
 def read_rope(hf: dict) -> tuple[float, dict]:

@@ -34,15 +34,6 @@ CONTEXT = 256
 PROMPT = ("--prompt", "w1 w2")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """A second thread gains these small models nothing, and on a busy machine costs much."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def word_tokenizer():
     """Token i is the word "wi", so that a text shows its tokens."""
     vocabulary = {f"w{i}": i for i in range(tiny.BOS)}

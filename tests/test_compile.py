@@ -10,33 +10,23 @@ from torch.utils._pytree import tree_leaves
 
 import model as model_file
 from epikv import POLICIES, EvictionConfig, Random
-from generate import DecodeState, Engine, Generation, Sampling, decode_step
+from generate import DecodeState, Engine, Generation, Sampling, compiled_step, decode_step
 from model import ModelConfig, Transformer
 
 SCORED = [name for name in POLICIES if name != "full"]
 
 
-def random_model(dtype=torch.float64, **shape) -> Transformer:
-    """A small model with random weights and no tokenizer."""
-    config = dict(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        n_layers=4,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=8,
-        norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling={},
-        max_positions=100_000,
-        tied_embeddings=False,
-        qkv_bias=True,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=True,
-    )
-    model = Transformer(ModelConfig(**config | shape), dtype)
+def small_config(**changes) -> ModelConfig:
+    """A model of four blocks with biases and head norms, changed as said."""
+    shape = dict(vocab_size=50, hidden_size=32, intermediate_size=48, n_layers=4, n_heads=4)
+    shape |= dict(n_kv_heads=2, head_dim=8, norm_eps=1e-5, rope_theta=1e4, rope_scaling={})
+    shape |= dict(max_positions=100_000, tied_embeddings=False, qk_norm=True)
+    return ModelConfig(**shape | changes, qkv_bias=True, out_bias=False, mlp_bias=False)
+
+
+def random_model(dtype=torch.float64, **changes) -> Transformer:
+    """The small model with random weights and no tokenizer."""
+    model = Transformer(small_config(**changes), dtype)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -193,19 +183,16 @@ BATCH, SLOTS, HEADS = 3, 1031, 4  # primes, to tell axes by their size
 
 
 def fake_decoder(policy, budget=SLOTS):
-    model = random_model_on_device()
+    model = fake_model()
     config = EvictionConfig(budget, policy)
     sampling = Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.1)
     return model, model.new_cache(config, BATCH), DecodeState(sampling, BATCH)
 
 
-def random_model_on_device():
-    """The small model in bfloat16 on the device of the context, values left out."""
-    shape = dict(n_layers=4, n_heads=HEADS, n_kv_heads=2, head_dim=64, hidden_size=128)
-    shape |= dict(vocab_size=300, intermediate_size=256, norm_eps=1e-5, rope_theta=1e4)
-    shape |= dict(rope_scaling={}, max_positions=9999, tied_embeddings=True, qkv_bias=True)
-    config = ModelConfig(**shape, out_bias=False, mlp_bias=False, qk_norm=True)
-    return Transformer(config, torch.bfloat16)
+def fake_model():
+    """A model with heads as wide as flash attention has them."""
+    wide = dict(head_dim=64, hidden_size=128, intermediate_size=256, vocab_size=300)
+    return Transformer(small_config(**wide, tied_embeddings=True), torch.bfloat16)
 
 
 @pytest.mark.parametrize("prefix", [512, None])
@@ -224,7 +211,7 @@ def test_decode_on_cuda(fake_cuda, policy, prefix):
 def test_prefill_on_cuda(fake_cuda, policy):
     """No value is asked for, and no tensor has two sequence axes, in a prompt of four chunks."""
     budget, n_tokens = 331, 1193  # chunks of 331, 331, 331 and 200
-    model = random_model_on_device()
+    model = fake_model()
     cache = model.new_cache(EvictionConfig(budget, policy))
     with Allocations(model, cache) as allocations:
         logits = model.prefill(torch.zeros(1, n_tokens, dtype=torch.int64), cache)
@@ -245,6 +232,29 @@ def test_a_host_sync_would_be_noticed(fake_cuda, monkeypatch):
     monkeypatch.setitem(POLICIES, "peeking", Peeking)
     with pytest.raises(DataDependentOutputException):
         decode_step(*fake_decoder("peeking"), 512)
+
+
+def test_every_buffer_keeps_its_storage(fake_cuda):
+    """A captured graph knows buffers by address: a step must not put others in their place."""
+    model, cache, state = fake_decoder("epikv-smooth")
+    before = [buffer.untyped_storage()._cdata for buffer in (*cache.buffers(), *state.buffers())]
+    decode_step(model, cache, state, None)
+    after = [buffer.untyped_storage()._cdata for buffer in (*cache.buffers(), *state.buffers())]
+    assert after == before
+
+
+def test_mps_runs_eagerly():
+    assert compiled_step("blocks", "mps") is decode_step
+
+
+def test_a_missing_compiler_is_told_in_one_line(monkeypatch):
+    """With what to do about it, instead of the compiler's traceback."""
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/no/such/compiler"))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    engine = Engine(random_model(vocab_size=53), EvictionConfig(64), Sampling())
+    with pytest.raises(ValueError, match="cannot compile .*no-compile") as caught:
+        engine.warm_up([None])
+    assert "\n" not in str(caught.value)
 
 
 def test_a_copy_of_the_cache_would_be_noticed(fake_cuda, monkeypatch):
@@ -273,7 +283,7 @@ def test_cuda_graph_route(monkeypatch):
 
     monkeypatch.setattr(engine, "captures", True)
     monkeypatch.setattr(engine, "capture", capture)
-    monkeypatch.setattr(engine, "run", lambda *args: pytest.fail("ran outside the graph"))
+    monkeypatch.setattr(engine, "run_step", lambda *args: pytest.fail("ran outside the graph"))
     engine.warm_up([32, 32, None])
     engine.warm_up([None])
     for prefix in (32, 32, None):

@@ -29,15 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "models" / "SmolLM2-135M-Instruct"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """A second thread gains these small models nothing, and on a busy machine costs much."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # Running the model -------------------------------------------------------------------------------
 
 
