@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import model as model_module
 from epikv import EvictionConfig
-from model import CheckpointError, TextTokenizer, Transformer, rope_frequencies
+from model import CheckpointError, ModelConfig, TextTokenizer, Transformer, rope_frequencies
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -902,6 +902,57 @@ def test_a_download_that_broke_off_leaves_nothing_half_done(hub, repo):
     for name, data in found.items():
         assert data == whole[name]
     assert not list(home.rglob("*.incomplete"))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(num_attention_heads=0), "division"),
+        (dict(num_attention_heads=3, num_key_value_heads=2), "3 query heads cannot share 2"),
+        (dict(hidden_size="wide"), "value that cannot be"),
+        (dict(rope_parameters="fast"), "value that cannot be"),
+    ],
+    ids=str,
+)
+def test_a_config_value_that_cannot_be_is_told_in_one_line(tiny_folder, changes, words):
+    hf = tiny.read_json(tiny_folder / "config.json") | {"head_dim": None} | changes
+    with pytest.raises(CheckpointError, match=words) as caught:
+        ModelConfig.from_hf(hf)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_mistral_has_a_window_by_default(tiny_folder):
+    """Qwen's configs carry a window that holds only where use_sliding_window says so."""
+    hf = tiny.read_json(tiny_folder / "config.json")
+    hf |= {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128}
+    hf.pop("use_sliding_window", None)
+    assert ModelConfig.from_hf(hf).qkv_bias
+
+
+LOAD = """
+import resource, sys, torch
+from model import ModelConfig, Transformer, load_weights, read_json
+from pathlib import Path
+folder = Path(sys.argv[1])
+config = ModelConfig.from_hf(read_json(folder / "config.json"))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = Transformer(config)
+load_weights(model, folder)
+print(peak() - before, sum(weight.nbytes for weight in model.parameters()))
+"""
+
+
+def test_loading_needs_the_model_and_one_shard(tmp_path):
+    """Peak host memory: the weights once, and at most the largest file of them again."""
+    shape = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4)
+    tiny.make_model(tmp_path, max_shard_size="30MB", **shape)
+    largest = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    command = [sys.executable, "-c", LOAD, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    grown, weights = map(int, done.stdout.split())
+    assert weights > 200e6 and largest < 40e6
+    assert grown < weights + largest + 20e6  # and what Python itself takes
 
 
 # 8. The tokenizer --------------------------------------------------------------------------------
