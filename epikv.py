@@ -76,8 +76,8 @@ class EvictionConfig:
             )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be from 0 to 2^32 - 1, got {self.seed}")
-        if self.window < 2:
-            raise ValueError(f"window must be at least 2, got {self.window}")
+        if not 2 <= self.window <= 4096:
+            raise ValueError(f"window must be from 2 to 4096, got {self.window}")
         for band in (self.band_a, self.band_b):
             if band is not None and not POLICIES[self.policy].bands:
                 raise ValueError(f"policy {self.policy!r} reads no blocks; drop band_a and band_b")

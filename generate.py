@@ -56,8 +56,8 @@ class Sampling:
     def __post_init__(self):
         if not all(temperature >= 0 for temperature in self.temperatures(1)):  # nor NaN
             raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top-k must be at least 1, got {self.top_k}")
+        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
+            raise ValueError(f"top-k must be a whole number of at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top-p must be above 0 and at most 1, got {self.top_p}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
@@ -91,9 +91,12 @@ class Sampling:
             defaults = {name: value for name, value in found.items() if value}
             temperature = model.defaults.get("temperature")
             defaults["temperature"] = 1.0 if temperature is None else temperature
-        if not cls(given.get("temperature", defaults.get("temperature", 0.0))).draws:
-            defaults = {}
-        return cls(seed=seed, **defaults | given)
+        try:
+            if not cls(given.get("temperature", defaults.get("temperature", 0.0))).draws:
+                defaults = {}
+            return cls(seed=seed, **defaults | given)
+        except TypeError as error:
+            raise ValueError(f"a sampling setting is no number: {error}") from None
 
 
 def sample(
@@ -389,7 +392,8 @@ class Delta:
 class Generation:
     """A run of an engine: iterate over it for `Delta`s as they come, then read `result()`.
 
-    The iteration may be left at any time; `result()` then holds what there is so far.
+    The iteration may be left at any time and taken up again; `result()` holds what there is so
+    far. An engine has one cache, so it serves one run at a time.
     """
 
     def __init__(
@@ -405,8 +409,16 @@ class Generation:
         self.open_rows = set(range(len(prompts)))
         self.prefill_seconds = self.decode_seconds = 0.0
         self.n_steps = 0
+        self.deltas = self.run()
 
     def __iter__(self) -> Iterator[Delta]:
+        return self.deltas
+
+    def __next__(self) -> Delta:
+        return next(self.deltas)
+
+    def run(self) -> Iterator[Delta]:
+        """The whole run: warm-up, prefill, and decoding until every row has ended."""
         engine = self.engine
         engine.warm_up([self.prefix(step) for step in range(self.max_new_tokens - 1)])
         # Reading tokens stalls a GPU, so they are read a few at a time.
@@ -632,7 +644,7 @@ def parse_blocks(text: str) -> tuple[int, ...]:
     try:
         if "-" in text[1:]:
             first, last = map(int, text.split("-"))
-            blocks = tuple(range(first, last + 1))
+            blocks = tuple(range(first, min(last, first + 999) + 1))  # no model has 1,000 blocks
         else:
             blocks = tuple(map(int, text.split(",")))
     except ValueError:
@@ -722,6 +734,8 @@ def run_command(args: argparse.Namespace) -> int:
     if args.chat:
         if args.num_samples != 1 or args.raw or args.show_kept:
             raise ValueError("--chat goes without --num-samples, --raw and --show-kept")
+        if sys.stdin is None:
+            raise ValueError("--chat needs an open stdin")
         return chat(load(args), args, settings)
     prompt = read_prompt(args)
     if not prompt.strip():
@@ -753,8 +767,10 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 
 def load(args: argparse.Namespace) -> Transformer:
-    demo = Path(__file__).parent / "models" / DEMO_MODEL.split("/")[1]
-    checkpoint = args.checkpoint or (demo if demo.is_dir() else DEMO_MODEL)
+    checkpoint = args.checkpoint
+    if checkpoint is None:
+        demo = Path(__file__).resolve().parent / "models" / DEMO_MODEL.split("/")[1]
+        checkpoint = demo if demo.is_dir() else DEMO_MODEL
     return Transformer.from_pretrained(checkpoint, args.device, DTYPES.get(args.dtype))
 
 

@@ -11,8 +11,9 @@ S slots of the cache.
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 
@@ -77,6 +78,17 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
         """Read a Hugging Face config.json. Raises CheckpointError for what is not supported."""
+        try:
+            return cls.translate(hf)
+        except KeyError as error:
+            raise CheckpointError(f"config.json has no {error}") from None
+        except CheckpointError:
+            raise
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
+            raise CheckpointError(f"config.json has a value that cannot be: {error}") from None
+
+    @classmethod
+    def translate(cls, hf: dict) -> "ModelConfig":
         architecture = (hf.get("architectures") or ["none"])[0]
         if architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
@@ -88,36 +100,40 @@ class ModelConfig:
             raise CheckpointError("sliding-window attention is not supported, only full attention")
         if hf.get("hidden_act", "silu") != "silu":
             raise CheckpointError(f"activation {hf['hidden_act']!r} is not supported, only 'silu'")
-        try:
-            n_heads = hf["num_attention_heads"]
-            n_kv_heads = hf.get("num_key_value_heads") or n_heads
-            if n_heads % n_kv_heads:
-                raise ValueError(f"{n_heads} query heads cannot share {n_kv_heads} key-value heads")
-            theta, scaling = read_rope(hf)
-            return cls(
-                vocab_size=hf["vocab_size"],
-                hidden_size=hf["hidden_size"],
-                intermediate_size=hf["intermediate_size"],
-                n_layers=hf["num_hidden_layers"],
-                n_heads=n_heads,
-                n_kv_heads=n_kv_heads,
-                head_dim=hf.get("head_dim") or hf["hidden_size"] // n_heads,
-                norm_eps=hf.get("rms_norm_eps", 1e-6),
-                rope_theta=theta,
-                rope_scaling=scaling,
-                max_positions=hf["max_position_embeddings"],
-                tied_embeddings=hf.get("tie_word_embeddings", False),
-                **{
-                    field: hf.get(source, False) if isinstance(source, str) else source
-                    for field, source in ARCHITECTURES[architecture].items()
-                },
-            )
-        except KeyError as error:
-            raise CheckpointError(f"config.json has no {error}") from None
-        except CheckpointError:
-            raise
-        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-            raise CheckpointError(f"config.json has a value that cannot be: {error}") from None
+        theta, scaling = read_rope(hf)
+        n_heads = hf["num_attention_heads"]
+        return cls(
+            vocab_size=hf["vocab_size"],
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["intermediate_size"],
+            n_layers=hf["num_hidden_layers"],
+            n_heads=n_heads,
+            n_kv_heads=hf.get("num_key_value_heads") or n_heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // n_heads,
+            norm_eps=hf.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_positions=hf["max_position_embeddings"],
+            tied_embeddings=hf.get("tie_word_embeddings", False),
+            **{
+                field: hf.get(source, False) if isinstance(source, str) else source
+                for field, source in ARCHITECTURES[architecture].items()
+            },
+        )
+
+    def __post_init__(self):
+        values = {field.name: (field.type, getattr(self, field.name)) for field in fields(self)}
+        values |= {key: (float, v) for key, v in self.rope_scaling.items() if key != "type"}
+        for name, (kind, value) in values.items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if kind is int and not (isinstance(value, int) and is_number and 0 < value < 2**31):
+                raise ValueError(f"{name} is {value!r}")
+            if kind is float and not (is_number and 0 < value < math.inf):
+                raise ValueError(f"{name} is {value!r}")
+            if kind is bool and not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} of keys")
 
 
 def read_rope(hf: dict) -> tuple[float, dict]:
@@ -415,7 +431,7 @@ class Transformer(nn.Module):
                     batch_size=batch_size,
                     dtype=self.dtype,
                 )
-        except RuntimeError as error:  # what a CPU and a GPU have in common when memory runs out
+        except (RuntimeError, TypeError) as error:  # out of memory, on a GPU or a CPU; no such size
             raise ValueError(
                 f"no memory for a cache of {config.budget} slots in {batch_size} rows;"
                 f" lower the budget or the rows ({one_line(error)})"
@@ -456,7 +472,7 @@ def one_line(error: Exception) -> str:
 
 def find_checkpoint(checkpoint: str | Path) -> Path:
     """The local folder of a checkpoint, downloaded from the Hugging Face hub if need be."""
-    folder = Path(checkpoint).expanduser()
+    folder = Path(os.path.expanduser(checkpoint))
     if folder.is_dir():
         return folder
     try:
@@ -475,7 +491,7 @@ def read_json(path: Path, optional: bool = False) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not found") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: not a JSON object")
@@ -495,7 +511,11 @@ def load_weights(model: Transformer, folder: Path) -> None:
         if name == "lm_head.weight" and model.config.tied_embeddings:
             continue
         if name not in targets:
-            raise CheckpointError(f"{folder}: unknown tensor {name!r}")
+            raise CheckpointError(f"{folder}: tensor {name!r} is unknown, or stored twice")
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{folder}: {name} is {tensor.dtype}; quantised files are not read"
+            )
         target = targets.pop(name)
         if tensor.shape != target.shape:
             found, wanted = list(tensor.shape), list(target.shape)
@@ -508,7 +528,14 @@ def load_weights(model: Transformer, folder: Path) -> None:
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of all safetensors files that the index names, or of the only one."""
     index = read_json(folder / "model.safetensors.index.json", optional=True)
-    for shard in sorted(set(index.get("weight_map", {}).values()) or {"model.safetensors"}):
+    try:
+        shards = sorted(set(index.get("weight_map", {}).values())) or ["model.safetensors"]
+        strays = [shard for shard in shards if Path(shard).name != shard]
+    except (TypeError, AttributeError):
+        raise CheckpointError(f"{folder}: the index of the safetensors files is damaged") from None
+    if strays:
+        raise CheckpointError(f"{folder}: the index names a file outside the folder: {strays[0]}")
+    for shard in shards:
         path = folder / shard
         if not path.is_file():
             raise CheckpointError(f"{path}: not found")

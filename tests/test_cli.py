@@ -124,7 +124,7 @@ MISTAKES = {  # options, and words of the error
     "policy": ([*PROMPT, "--policy", "lru"], ["'lru'", *POLICIES]),
     "sinks": ([*PROMPT, "--sinks", -1], ["sinks"]),
     "recent": ([*PROMPT, "--recent", -1], ["recent"]),
-    "window": ([*PROMPT, "--window", 1], ["window must be at least 2"]),
+    "window": ([*PROMPT, "--window", 1], ["window must be from 2 to 4096"]),
     "band of streaming": ([*PROMPT, "--policy", "streaming", "--band-a", 1], ["'streaming'"]),
     "band a word": ([*PROMPT, "--band-a", "early"], ["--band-a", "'early'"]),
     "band half a range": ([*PROMPT, "--band-b", "7-"], ["--band-b", "'7-'"]),
@@ -135,7 +135,10 @@ MISTAKES = {  # options, and words of the error
     "temperature nan": ([*PROMPT, "--temperature", "nan"], ["temperature must be 0 or more"]),
     "top-p 0": ([*PROMPT, "--top-p", 0], ["top-p must be above 0"]),
     "top-p 1.5": ([*PROMPT, "--top-p", 1.5], ["top-p", "1.5"]),
-    "top-k 0": ([*PROMPT, "--temperature", 1, "--top-k", 0], ["top-k must be at least 1"]),
+    "top-k 0": (
+        [*PROMPT, "--temperature", 1, "--top-k", 0],
+        ["top-k must be a whole number of at least 1"],
+    ),
     "min-p 2": ([*PROMPT, "--min-p", 2], ["min-p must be from 0 to 1"]),
     "seed": ([*PROMPT, "--seed", -1], ["seed", "-1"]),
     "top-k at temperature 0": (

@@ -692,7 +692,7 @@ def test_load_row_touches_one_row():
         (dict(budget=64, recent=-2), ["recent", "0 or more", "-2"]),
         (dict(budget=14, sinks=4, recent=10), ["budget 14", "sinks 4", "recent 10"]),
         (dict(budget=4), ["budget 4", "sinks 4", "recent 1"]),
-        (dict(budget=64, window=1), ["window", "at least 2", "1"]),
+        (dict(budget=64, window=1), ["window", "from 2 to 4096", "1"]),
         (dict(budget=64, policy="streaming", band_a=(3,)), ["'streaming'", "band_a"]),
         (dict(budget=64, policy="random", band_b=(3,)), ["'random'", "band_b"]),
         (dict(budget=64, policy="full", band_a=(1,), band_b=(3,)), ["'full'", "no blocks"]),

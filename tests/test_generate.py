@@ -612,8 +612,8 @@ def test_the_noise_of_a_row_follows_its_own_position():
         (dict(temperature=-0.1), "temperature must be 0 or more"),
         (dict(temperature=[0.5, -1.0]), "temperature must be 0 or more"),
         (dict(temperature=math.nan), "temperature must be 0 or more"),
-        (dict(top_k=0), "top-k must be at least 1, got 0"),
-        (dict(top_k=-5), "top-k must be at least 1, got -5"),
+        (dict(top_k=0), "top-k must be a whole number of at least 1, got 0"),
+        (dict(top_k=-5), "top-k must be a whole number of at least 1, got -5"),
         (dict(top_p=0.0), "top-p must be above 0 and at most 1, got 0.0"),
         (dict(top_p=1.5), "top-p must be above 0 and at most 1, got 1.5"),
         (dict(top_p=math.nan), "top-p must be above 0"),
@@ -1092,3 +1092,20 @@ def test_memory_bandwidth_is_measured():
 def test_peak_memory_is_in_bytes():
     """More than torch itself needs, less than a terabyte."""
     assert 2**25 < generate_module.peak_memory(torch.device("cpu")) < 2**40
+
+
+def test_a_run_that_was_left_goes_on_where_it_stopped(model):
+    """An iteration taken up again neither repeats nor loses a token."""
+    whole = tokens_of(run(model, prompts_of(7), max_new_tokens=20))
+    generation = started(model, prompts_of(7), max_new_tokens=20, ignore_eos=True)
+    first = [next(generation) for _ in range(5)]
+    rest = list(generation)
+    assert [token for delta in first + rest for token in delta.tokens] == whole[0]
+    assert tokens_of(generation.result()) == whole
+
+
+@pytest.mark.parametrize("value", ["0.7", [[1]], {}], ids=str)
+def test_a_default_that_is_no_number_is_refused(model, monkeypatch, value):
+    monkeypatch.setattr(model, "defaults", {"do_sample": True, "temperature": value})
+    with pytest.raises(ValueError, match="no number"):
+        Sampling.for_model(model)

@@ -908,9 +908,26 @@ def test_a_download_that_broke_off_leaves_nothing_half_done(hub, repo):
     "changes, words",
     [
         (dict(num_attention_heads=0), "division"),
-        (dict(num_attention_heads=3, num_key_value_heads=2), "3 query heads cannot share 2"),
+        (
+            dict(num_attention_heads=3, num_key_value_heads=2),
+            "3 query heads cannot share 2 of keys",
+        ),
         (dict(hidden_size="wide"), "value that cannot be"),
         (dict(rope_parameters="fast"), "value that cannot be"),
+        (dict(num_hidden_layers="x"), "n_layers is 'x'"),
+        (dict(num_hidden_layers=1.5), "n_layers is 1.5"),
+        (dict(num_hidden_layers=10**30), "n_layers is 1000"),
+        (dict(num_attention_heads=4, num_key_value_heads=-1), "n_kv_heads is -1"),
+        (dict(head_dim=1.5), "head_dim is 1.5"),
+        (dict(vocab_size=True), "vocab_size is True"),
+        (dict(rms_norm_eps="x"), "norm_eps is 'x'"),
+        (dict(rms_norm_eps=-1), "norm_eps is -1"),
+        (dict(max_position_embeddings=None), "max_positions is None"),
+        (dict(rope_parameters={"rope_theta": 0}), "rope_theta is 0"),
+        (dict(rope_parameters={"rope_type": "linear", "factor": 0}), "factor is 0"),
+        (dict(tie_word_embeddings="x"), "tied_embeddings is 'x'"),
+        (dict(architectures=1.5), "value that cannot be"),
+        (dict(layer_types=-1), "value that cannot be"),
     ],
     ids=str,
 )
@@ -919,6 +936,39 @@ def test_a_config_value_that_cannot_be_is_told_in_one_line(tiny_folder, changes,
     with pytest.raises(CheckpointError, match=words) as caught:
         ModelConfig.from_hf(hf)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "weight_map, words",
+    [
+        ("abc", "index"),
+        (None, "index"),
+        ({"model.norm.weight": 1}, "index"),
+        ({"model.norm.weight": "../elsewhere.safetensors"}, "outside the folder"),
+        ({"model.norm.weight": "/elsewhere.safetensors"}, "outside the folder"),
+    ],
+    ids=str,
+)
+def test_a_damaged_index_is_told_in_one_line(tmp_path, weight_map, words):
+    folder = tiny.make_checkpoint(tmp_path)
+    tiny.write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+    with pytest.raises(CheckpointError, match=words):
+        Transformer.from_pretrained(folder)
+
+
+def test_a_tensor_stored_twice_or_as_integers_is_refused(tmp_path):
+    folder = tiny.make_checkpoint(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.norm.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} is torch.int8"):
+        Transformer.from_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors")
+    save_file({name: tensors[name]}, folder / "more.safetensors")
+    shards = {"a": "model.safetensors", "b": "more.safetensors"}
+    tiny.write_json(folder / "model.safetensors.index.json", {"weight_map": shards})
+    with pytest.raises(CheckpointError, match=f"{name}.*stored twice"):
+        Transformer.from_pretrained(folder)
 
 
 def test_only_mistral_has_a_window_by_default(tiny_folder):
