@@ -209,11 +209,11 @@ def decode_step(
 def compiled_step(mode: str, device_type: str) -> Callable:
     """`decode_step` compiled for a mode of COMPILE_MODES; one for all engines of the process."""
     compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
-    if mode == "none" or device_type == "mps":  # whose compiler is not ready for every operator
+    if mode == "none" or device_type == "mps":
         return decode_step
     if mode == "step":
         return compiled(decode_step, mode="reduce-overhead" if device_type == "cuda" else "default")
-    return functools.partial(  # one block serves all: 30 times less to compile than the whole step
+    return functools.partial(  # one compiled block serves all; "step" compiles each anew
         decode_step,
         prepare=compiled(prepare),
         run_block=compiled(Block.forward),

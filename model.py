@@ -75,6 +75,18 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
 
+    def __post_init__(self):
+        """Refuse, with ValueError, what no model has."""
+        values = [(field.name, field.type, getattr(self, field.name)) for field in fields(self)]
+        values += [
+            (key, float, self.rope_scaling[key]) for key in self.rope_scaling.keys() - {"type"}
+        ]
+        for name, kind, value in values:
+            if not is_plausible(value, kind):
+                raise ValueError(f"{name} is {value!r}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} of keys")
+
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
         """Read a Hugging Face config.json. Raises CheckpointError for what is not supported."""
@@ -89,6 +101,7 @@ class ModelConfig:
 
     @classmethod
     def translate(cls, hf: dict) -> "ModelConfig":
+        """`from_hf` before its errors are put into words."""
         architecture = (hf.get("architectures") or ["none"])[0]
         if architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
@@ -121,19 +134,13 @@ class ModelConfig:
             },
         )
 
-    def __post_init__(self):
-        values = {field.name: (field.type, getattr(self, field.name)) for field in fields(self)}
-        values |= {key: (float, v) for key, v in self.rope_scaling.items() if key != "type"}
-        for name, (kind, value) in values.items():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if kind is int and not (isinstance(value, int) and is_number and 0 < value < 2**31):
-                raise ValueError(f"{name} is {value!r}")
-            if kind is float and not (is_number and 0 < value < math.inf):
-                raise ValueError(f"{name} is {value!r}")
-            if kind is bool and not isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} of keys")
+
+def is_plausible(value, kind: type) -> bool:
+    """Whether `value` may be a size (kind int), a positive number (float), a bool or a dict."""
+    if kind not in (int, float):
+        return isinstance(value, kind)
+    is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return is_number and 0 < value < (2**31 if kind is int else math.inf)
 
 
 def read_rope(hf: dict) -> tuple[float, dict]:
@@ -197,8 +204,8 @@ class Linear(nn.Module):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear, except that one row on a CPU takes a matrix-vector product.
 
-    Inductor turns that into a loop which streams the weight at memory speed: on two cores a decode
-    step of a 135M model took 17 ms in float32, against 53 ms through the library's matrix product.
+    Inductor turns that into a loop which streams the weight at memory speed: on two cores it took a
+    third of the time of the library's matrix product over a decode step of a 135M float32 model.
     """
     if x.device.type != "cpu" or x.numel() != x.shape[-1]:
         return F.linear(x, weight, bias)
