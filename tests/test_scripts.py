@@ -883,11 +883,16 @@ def test_setup_without_a_new_python_is_told(tree):
     assert not tree.venv.exists()
 
 
-QUESTION = "How does a bill become a law in the United States? Explain every step."
+OPTIONS = "--temperature 1.1 --min-p 0.06 --seed 1"
+QUESTION = (
+    "Write a very long book chapter about the history of ships, from the first rafts to modern "
+    "container ships. Go through the centuries one by one, and describe people, trade, wars and "
+    "inventions in many paragraphs."
+)
 COMMANDS = {
     "demo.sh": [
         "python scripts/get_demo_model.py",
-        f"python generate.py --budget 256 --max-new-tokens 1200 --prompt {QUESTION}",
+        f"python generate.py --budget 256 --max-new-tokens 1200 {OPTIONS} --prompt {QUESTION}",
     ],
     "test.sh": [
         "python -m ruff check .",
