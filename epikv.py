@@ -102,8 +102,8 @@ def hash_uniform(*keys: Tensor | int) -> Tensor:
     """Uniform float32 numbers in (0, 1), a pure function of integer `keys`, tensors that broadcast.
 
     A hash and not a generator, so that a row's numbers depend neither on its batch mates nor on the
-    device, nor on whether the step is compiled. The rounds are a 32-bit permutation found by
-    hash-prospector; both factors are below 2^31, so the products fit in int64.
+    device, nor on whether the step is compiled; sampling uses it too. The rounds are a 32-bit
+    permutation found by hash-prospector; both factors are below 2^31, so products fit in int64.
     """
     state = 0
     for key in keys:
@@ -281,7 +281,8 @@ class SlotCache(nn.Module):
 
     All layers and heads share one map of slots. Every buffer's first axis is the row, every change
     is in place, and no method that runs in a decode step reads a value back to the host or has a
-    shape that depends on one, so a step can be compiled and captured.
+    shape that depends on one, so a step can be compiled and captured. Run it under torch.no_grad(),
+    and choose `dtype` here: `.to(dtype)` afterwards would round the scores too.
 
     Buffers: position [B, S] int64 (-1: empty), score [B, S] and previous [B, len(reads), hidden] in
     float32 (float64 for a float64 cache), length [B] int64 tokens seen, protected [B] int64
@@ -339,7 +340,8 @@ class SlotCache(nn.Module):
     def begin_step(self) -> tuple[Tensor, Tensor]:
         """Give the next token of every row a slot: the next free one, else its victim's.
 
-        Returns slot [B] and position [B], both int64.
+        Returns slot [B] and position [B], both int64. Until `end_step` the slot has its old score,
+        which nobody reads: the newest token is never evicted.
         """
         position = self.length.clone()
         slot = torch.where(position < self.config.budget, position, self.victim())
@@ -368,7 +370,10 @@ class SlotCache(nn.Module):
             layer.keep(kept, new_k, new_v)
 
     def attention_mask(self, prefix: int) -> Tensor:
-        """Which of the first `prefix` slots are occupied. [B, 1, 1, prefix] bool"""
+        """Which of the first `prefix` slots are occupied, in a step after `begin_step`.
+
+        [B, 1, 1, prefix] bool; `prefix` must reach the longest row, or be the budget.
+        """
         slots = torch.arange(prefix, device=self.length.device)
         return (slots < self.length[:, None])[:, None, None]
 
@@ -404,7 +409,11 @@ class SlotCache(nn.Module):
         return torch.where(lowest, self.position, FAR).argmin(dim=1)
 
     def best(self, position: Tensor, score: Tensor) -> Tensor:
-        """The S of N tokens [B, N] to keep, oldest first and empty slots last: indices [B, S]."""
+        """The S of N tokens [B, N] to keep, oldest first and empty slots last: indices [B, S].
+
+        Protected tokens rank at +inf and empty slots at -inf. The protected ones always fit: see
+        EvictionConfig and `protect_prompt`.
+        """
         evictable = self.evictable(position, self.length[:, None] - 1)
         score = torch.where(evictable, score, torch.inf)
         score = torch.where(position == NO_POSITION, -torch.inf, score)
