@@ -401,6 +401,7 @@ class Generation:
     ):
         self.engine = engine
         self.prompts = prompts
+        self.shortest, self.longest = min(map(len, prompts)), max(map(len, prompts))
         self.max_new_tokens = max_new_tokens
         self.stop_ids = stop_ids
         self.outputs = [Output() for _ in prompts]
@@ -439,8 +440,7 @@ class Generation:
             yield from self.accept(tokens)
 
     def prefix(self, step: int) -> int | None:
-        lengths = [len(prompt) for prompt in self.prompts]
-        return self.engine.prefix(min(lengths) + step + 1, max(lengths) + step + 1)
+        return self.engine.prefix(self.shortest + step + 1, self.longest + step + 1)
 
     def accept(self, tokens: list[list[int]]) -> Iterator[Delta]:
         """Hand out what each open row gained, up to its end."""
