@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from epikv import POLICIES, EvictionConfig, SlotCache, hash_uniform
+from epikv import POLICIES, VALUE_STATISTICS, EvictionConfig, SlotCache, hash_uniform
 from model import Block, Transformer, one_line
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -163,7 +163,7 @@ class DecodeState(nn.Module):
 
 
 def prepare(cache: SlotCache, prefix: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Slot [B] and position [B] of the step's tokens, and the mask of the first `prefix` slots."""
+    """Slot and position of the step's tokens, and the mask of the first `prefix` slots."""
     slot, position = cache.begin_step()
     mask = None if prefix is None else cache.attention_mask(prefix)
     return slot, position, mask
@@ -255,6 +255,7 @@ class Engine:
             self.state = DecodeState(sampling, batch_size)
         self.captures = compile_mode == "blocks" and model.device.type == "cuda"
         self.graphs: dict[int | None, torch.cuda.CUDAGraph] = {}
+        self.block_graph: torch.cuda.CUDAGraph | None = None
         self.warm: set[int | None] = set()
         self.run_step = compiled_step(compile_mode, model.device.type)
         self.compile_seconds = 0.0
@@ -264,10 +265,10 @@ class Engine:
 
         Buckets grow fourfold from 512, so that few are ever compiled.
         """
-        if shortest >= self.budget:
+        if shortest >= self.budget and not self.cache.frees_slots:
             return None
         bucket = 512
-        while bucket < longest:
+        while bucket < min(longest, self.budget):
             bucket *= 4
         return min(bucket, self.budget)
 
@@ -284,6 +285,8 @@ class Engine:
                     if prefix not in self.warm:
                         warm(prefix)
                         self.warm.add(prefix)
+            if self.captures and self.cache.block and self.cache.captures_blocks:
+                self.block_graph = self.block_graph or record(self.cache.end_block)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             reason = one_line(error).partition(" Set TORCHDYNAMO")[0]
             raise ValueError(
@@ -293,17 +296,9 @@ class Engine:
         self.compile_seconds += time.perf_counter() - start
 
     def capture(self, prefix: int | None) -> None:
-        """Record the whole step in one CUDA graph, after two runs that compile and allocate."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self.run_step(self.model, self.cache, self.state, prefix)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run_step(self.model, self.cache, self.state, prefix)
-        self.graphs[prefix] = graph
+        """Record the whole step in one CUDA graph."""
+        step = functools.partial(self.run_step, self.model, self.cache, self.state, prefix)
+        self.graphs[prefix] = record(step)
 
     def step(self, prefix: int | None) -> None:
         """Run one decode step; on CUDA it returns before the device has finished."""
@@ -311,6 +306,13 @@ class Engine:
             self.graphs[prefix].replay()
         else:
             self.run_step(self.model, self.cache, self.state, prefix)
+
+    def end_block(self) -> None:
+        """After a step that ended a block of a block-wise policy in some row."""
+        if self.block_graph is not None:
+            self.block_graph.replay()
+        else:
+            self.cache.end_block()
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Start afresh: take in a prompt per row and draw each row's first token."""
@@ -329,6 +331,20 @@ class Engine:
         """The last `count` tokens drawn (at most DecodeState.RING) in every row; waits for them."""
         ring, n_drawn = self.state.recent.tolist(), self.state.n_drawn.item()
         return [[row[i % len(row)] for i in range(n_drawn - count, n_drawn)] for row in ring]
+
+
+def record(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of what `function` does, after two runs that compile and allocate."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
 
 
 def synchronize(device: torch.device) -> None:
@@ -408,6 +424,8 @@ class Generation:
         tokenizer = engine.model.tokenizer
         self.texts = [tokenizer.stream() if tokenizer else None for _ in prompts]
         self.open_rows = set(range(len(prompts)))
+        block = engine.cache.block
+        self.block_phases = {-len(prompt) % block for prompt in prompts} if block else set()
         self.prefill_seconds = self.decode_seconds = 0.0
         self.n_steps = 0
         self.deltas = self.run()
@@ -434,6 +452,8 @@ class Generation:
             start = time.perf_counter()
             for step in range(self.n_steps, self.n_steps + count):
                 engine.step(self.prefix(step))
+                if self.ends_block(step):
+                    engine.end_block()
             tokens = engine.last_tokens(count)
             self.decode_seconds += time.perf_counter() - start
             self.n_steps += count
@@ -441,6 +461,10 @@ class Generation:
 
     def prefix(self, step: int) -> int | None:
         return self.engine.prefix(self.shortest + step + 1, self.longest + step + 1)
+
+    def ends_block(self, step: int) -> bool:
+        """Whether a block of a block-wise policy is complete in some row after `step`."""
+        return bool(self.block_phases) and (step + 1) % self.engine.cache.block in self.block_phases
 
     def accept(self, tokens: list[list[int]]) -> Iterator[Delta]:
         """Hand out what each open row gained, up to its end."""
@@ -465,7 +489,8 @@ class Generation:
     def kept(self, row: int) -> list[int]:
         """Positions of a row's own tokens in the cache; it may have run past its end."""
         end = len(self.prompts[row]) + len(self.outputs[row].tokens)
-        return sorted(p for p in self.engine.cache.position[row].tolist() if 0 <= p < end)
+        positions = self.engine.cache.position[row].unique().tolist()
+        return [p for p in positions if 0 <= p < end]
 
     def result(self) -> Result:
         """Outputs and statistics of what has been generated so far."""
@@ -478,7 +503,8 @@ class Generation:
         ends = [len(p) + len(o.tokens) for p, o in zip(self.prompts, self.outputs, strict=True)]
         # A row that has ended goes on idly; what it takes in then is not its own.
         lengths = [min(*pair) for pair in zip(engine.cache.length.tolist(), ends, strict=True)]
-        kept = [min(length, engine.budget) for length in lengths]
+        held = (engine.cache.position >= 0).float().sum(-1).mean((1, 2)).tolist()
+        kept = [min(length, round(n)) for length, n in zip(lengths, held, strict=True)]
         caches = {engine.cache, engine.prompt_cache}
         kv_bytes = sum(buffer.nbytes for cache in caches for buffer in cache.layers.buffers())
         slot_bytes = sum(layer.k[0, :, 0].nbytes * 2 for layer in engine.cache.layers)
@@ -543,7 +569,7 @@ def stream(
     prompts: a text, texts, or lists of token ids; each is a row of the batch. A text is one user
         turn of a conversation, unless `raw`.
     budget: slots per row, 4096 by default; the policy `full` takes none. policy, eviction: as in
-        EvictionConfig (sinks, recent, window, band_a, band_b).
+        EvictionConfig.
     max_new_tokens: per row; None goes to the end of the model's context.
     temperature, top_k, top_p, min_p, seed: as in Sampling; None takes the checkpoint's default.
     num_samples: rows for each prompt. system: system message. raw: no chat template.
@@ -654,6 +680,14 @@ def parse_blocks(text: str) -> tuple[int, ...]:
     return blocks
 
 
+def parse_quotas(text: str) -> tuple[int, ...]:
+    """Quotas from "64,32,8"."""
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of quotas; try 64,32,8") from None
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(
         prog="generate.py",
@@ -686,6 +720,36 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--window", type=int, default=64, help="tokens in a score's statistics (default: 64)")
     add("--band-a", type=parse_blocks, help="blocks whose change speaks for a token: 10, 7-13, 7,9")
     add("--band-b", type=parse_blocks, help="blocks whose change speaks against it")
+    add(
+        "--lag",
+        type=int,
+        help="tokens in a block of lag-kv, epikv-seg (default: budget / 8, <= 128)",
+    )
+    add(
+        "--lag-reference",
+        choices=("next", "previous"),
+        default="next",
+        help="the block that lag-kv normalises a block by (default: next)",
+    )
+    add("--quotas", type=parse_quotas, help="of epikv-seg, per block: 64,32,8 (default: scaled)")
+    add(
+        "--value-reserve",
+        type=int,
+        default=0,
+        help="spare as many of the largest values (default: 0)",
+    )
+    add(
+        "--value-statistic",
+        choices=VALUE_STATISTICS,
+        default="range",
+        help="what is large in a value (default: range)",
+    )
+    add(
+        "--slot-map",
+        choices=("shared", "head"),
+        help="head: each layer and head forgets for itself, in lag-kv, key-diff and k-norm"
+        " (default: shared)",
+    )
     add = parser.add_argument_group("sampling").add_argument
     add("--max-new-tokens", type=int, help="default: to the end of the model's context")
     add("--temperature", type=float, help="0 takes the likeliest token (default: the checkpoint's)")

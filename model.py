@@ -30,7 +30,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from epikv import LayerCache, SlotCache
+from epikv import POLICIES, CacheShape, LayerCache, SlotCache
 
 PREFILL_CHUNK = 2048  # prompt tokens in one forward pass: bounds the activations of any prompt
 
@@ -276,15 +276,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend_to_slots(q: Tensor, cache: LayerCache, mask: Tensor | None) -> Tensor:
     """Attention of one token a row, q [B, H, 1, D], to its slots. [B, 1, H * D]
 
-    mask [B, 1, 1, P] limits it to the first P slots while a row still fills; None means that every
-    slot of every row is taken, so that flash attention may run. The heads that share a key-value
-    head stand as queries of that one head, so keys and values are never repeated.
+    mask [B, H_kv or 1, 1, P] limits it to some of the first P slots; None means that every slot of
+    every row is taken, so that flash attention may run. The heads that share a key-value head stand
+    as queries of that one head, so keys and values are never repeated.
     """
     k, v = cache.k, cache.v  # [B, H_kv, S, D]
     if mask is not None:
         k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]
     grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B, H_kv, G, D]
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape[0], 1, -1)
+    if cache.reads_attention:
+        weights = attention_weights(grouped, k, mask)  # [B, H_kv, G, P]
+        cache.observe(weights)
+        y = weights.to(v.dtype) @ v
+    else:
+        y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
+    return y.reshape(q.shape[0], 1, -1)
 
 
 def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, n_cached: int) -> Tensor:
@@ -300,7 +306,21 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, n_cache
         v = torch.cat([cache.v[:, :, :n_cached], v], dim=2)
         causal = causal_lower_right(q.shape[2], k.shape[2])
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=causal, enable_gqa=True)
+    if cache.reads_attention:
+        cache.observe_prompt(q, k)
     return y.transpose(1, 2).flatten(2)
+
+
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(D)) in at least float32, which SDPA does not return. [B, H_kv, Q, N]
+
+    q [B, H_kv, Q, D]; k [B, H_kv, N, D]; mask, True where a query may look, broadcasts.
+    """
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(dim=-1)
 
 
 class Transformer(nn.Module):
@@ -380,9 +400,9 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
         """Run `tokens` [B, T] int64 at `position` [B, T] through the blocks.
 
-        Decode gives `slot` [B], where each row's token (T = 1) is stored, and `mask` as
-        `attend_to_slots` has it. Prefill gives `n_cached`, the slots already occupied, and stores
-        nothing. `run_block` is Block.forward or a compiled form of it.
+        Decode gives `slot` [B, l, h], where each row's token (T = 1) is stored, and the `mask` of
+        `SlotCache.attention_mask`, or None when all slots are taken. Prefill gives `n_cached`, the
+        slots already occupied, and stores nothing. `run_block` is Block.forward or a compiled form.
 
         Returns the last residual [B, T, hidden], the residuals after the blocks `cache.reads`, and
         every layer's keys and values [B, H_kv, T, D].
@@ -390,9 +410,13 @@ class Transformer(nn.Module):
         x = F.embedding(tokens, self.embedding)  # [B, T, hidden]
         angle = position[:, None, :, None].float() * self.rope  # [B, 1, T, D/2]
         cos, sin = angle.cos(), angle.sin()
+        nothing = [None] * len(self.blocks)
+        slots = nothing if slot is None else cache.per_layer(slot)
+        masks = nothing if mask is None else cache.per_layer(mask)
         residuals, keys, values = [], [], []
-        for i, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
-            x, k, v = run_block(block, x, cos, sin, layer, slot, mask, n_cached)
+        layers = zip(self.blocks, cache.layers, slots, masks, strict=True)
+        for i, (block, layer, layer_slot, layer_mask) in enumerate(layers):
+            x, k, v = run_block(block, x, cos, sin, layer, layer_slot, layer_mask, n_cached)
             keys.append(k)
             values.append(v)
             if i in cache.reads:
@@ -426,18 +450,18 @@ class Transformer(nn.Module):
 
         Raises ValueError when it does not fit in memory.
         """
-        shape = self.config
+        model = self.config
+        shape = CacheShape(
+            n_layers=model.n_layers,
+            n_kv_heads=model.n_kv_heads,
+            head_dim=model.head_dim,
+            hidden_size=model.hidden_size,
+            batch_size=batch_size,
+            dtype=self.dtype,
+        )
         try:
             with torch.device(self.device):
-                return SlotCache(
-                    config,
-                    n_layers=shape.n_layers,
-                    n_kv_heads=shape.n_kv_heads,
-                    head_dim=shape.head_dim,
-                    hidden_size=shape.hidden_size,
-                    batch_size=batch_size,
-                    dtype=self.dtype,
-                )
+                return POLICIES[config.policy].cache_type()(config, shape)
         except (RuntimeError, TypeError) as error:  # out of memory, on a GPU or a CPU; no such size
             raise ValueError(
                 f"no memory for a cache of {config.budget} slots in {batch_size} rows;"

@@ -2,6 +2,7 @@
 """Time the decode step: against transformers, per policy, over length, and its compilation.
 
     python scripts/benchmark.py [--parts length,policies,peers,compile] [--output benchmark.json]
+    python scripts/benchmark.py --policies all   # the step of every policy, baselines included
 
 Batch 1, greedy, the checkpoint's own weights in float32 on a CPU (bfloat16 on CUDA). Times of
 things that are compared alternate in short rounds of one process, and a ratio is the median over
@@ -24,7 +25,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from epikv import EvictionConfig  # noqa: E402
+from baselines import BASELINES, mean_occupancy  # noqa: E402
+from epikv import POLICIES, EvictionConfig  # noqa: E402
 from generate import (  # noqa: E402
     Engine,
     Sampling,
@@ -41,11 +43,13 @@ TEXT = "A river begins as a trickle in the hills and grows with every stream tha
 class Decoder:
     """An engine that is driven step by step."""
 
-    def __init__(self, model: Transformer, prompt: list[int], budget: int, policy: str = "epikv"):
-        self.engine = Engine(model, EvictionConfig(budget, policy), Sampling())
+    def __init__(self, model: Transformer, prompt: list[int], config: EvictionConfig):
+        budget = config.budget
+        self.engine = Engine(model, config, Sampling())
         self.engine.warm_up([self.engine.prefix(1, budget), None])
         self.engine.prefill([prompt])
         self.length = len(prompt)
+        self.block = self.engine.cache.block
 
     def run(self, n_steps: int) -> float:
         """Decode `n_steps` tokens; returns seconds per step."""
@@ -54,6 +58,8 @@ class Decoder:
         for _ in range(n_steps):
             self.length += 1
             self.engine.step(self.engine.prefix(self.length, self.length))
+            if self.block and self.length % self.block == 0:
+                self.engine.end_block()
         synchronize(self.engine.model.device)
         return (time.perf_counter() - start) / n_steps
 
@@ -127,7 +133,7 @@ def compare_peers(model: Transformer, checkpoint: Path, budget: int) -> dict:
 
     compiled = transformers.CompileConfig(fullgraph=True, dynamic=False, mode="default")
     compiled._compile_all_devices = True  # transformers compiles on a CPU only when told so
-    ours = Decoder(model, make_prompt(model, budget), budget)
+    ours = Decoder(model, make_prompt(model, budget), EvictionConfig(budget))
     seconds = alternate(
         {
             "epikv": lambda: ours.run(n_new - 1),
@@ -145,16 +151,53 @@ def compare_peers(model: Transformer, checkpoint: Path, budget: int) -> dict:
     }
 
 
-def compare_policies(model: Transformer, budget: int) -> dict:
-    """Saturated step of `epikv` against `streaming`, which computes no score."""
+def policy_settings(names: str) -> dict[str, dict]:
+    """Settings of EvictionConfig by name: of "all" policies and variants, or of those listed.
+
+    Raises ValueError for a name that is none.
+    """
+    known = {}
+    for name, policy in POLICIES.items():
+        if name != "full":
+            known[name] = dict(policy=name)
+            for slot_map in policy.slot_maps[1:]:
+                known[f"{name} ({slot_map} map)"] = dict(policy=name, slot_map=slot_map)
+    known["lag-kv (previous)"] = dict(policy="lag-kv", lag_reference="previous")
+    known["epikv (value reserve 16)"] = dict(policy="epikv", value_reserve=16)
+    if names == "all":
+        return known
+    unknown = [name for name in names.split(",") if name not in known]
+    if unknown:
+        raise ValueError(f"unknown policy {unknown[0]!r}; known: all, {', '.join(known)}")
+    return {name: known[name] for name in names.split(",")}
+
+
+def compare_policies(model: Transformer, budget: int, settings: dict[str, dict]) -> dict:
+    """Saturated steps of policies, each in turn with `streaming`, which computes no score.
+
+    Over 1,024 steps, so that what block-wise policies do at the end of a block is shared out. The
+    times are means over a round for the same reason, and the ratio is that of the sums.
+    """
     prompt = make_prompt(model, budget)
-    decoders = {name: Decoder(model, prompt, budget, name) for name in ("streaming", "epikv")}
-    seconds = alternate(
-        {name: lambda decoder=decoder: decoder.run(25) for name, decoder in decoders.items()},
-        rounds=41,
-    )
+    decoders = {
+        name: Decoder(model, prompt, EvictionConfig(budget, **options))
+        for name, options in ({"streaming": dict(policy="streaming")} | settings).items()
+    }
+    seconds = {name: [] for name in decoders}
+    beside = {name: [] for name in decoders}  # of streaming, in the same moment
+    occupancy = {name: [] for name in decoders}
+    for _ in range(16):
+        for name, decoder in decoders.items():
+            beside[name].append(decoders["streaming"].run(16))
+            seconds[name].append(decoder.run(64))
+            occupancy[name].append(mean_occupancy(decoder.engine.cache).item())
     return {
-        name: row(times) | {"time_over_streaming": ratio(times, seconds["streaming"])}
+        name: {"slot_map": decoders[name].engine.cache.config.slot_map}
+        | row(times)
+        | {
+            "time_over_streaming": sum(times) / sum(beside[name]),
+            "mean_occupancy": statistics.mean(occupancy[name]),
+        }
         for name, times in seconds.items()
     }
 
@@ -163,7 +206,8 @@ def compare_lengths(model: Transformer, budget: int) -> dict:
     """Step time and peak memory 1,000 and 8,000 tokens into a text, within `budget`."""
     decoders, peaks = {}, {}
     for length in (1000, 8000):
-        decoder = decoders[length] = Decoder(model, make_prompt(model, 64), budget)
+        config = EvictionConfig(budget)
+        decoder = decoders[length] = Decoder(model, make_prompt(model, 64), config)
         decoder.run(length - decoder.length)
         peaks[length] = peak_memory(model.device)
     seconds = alternate(
@@ -237,20 +281,29 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "models/SmolLM2-135M-Instruct")
     parser.add_argument("--budget", type=int, default=512)
     # Length first: a process's peak memory only grows, and the peers need more.
-    parser.add_argument("--parts", default="length,policies,peers,compile")
+    parser.add_argument("--parts", help="default: length,policies,peers,compile")
+    parser.add_argument("--policies", help="all, or names; alone, the only part (default: epikv)")
     parser.add_argument("--output", type=Path, default=Path("benchmark.json"))
     args = parser.parse_args()
-    model = Transformer.from_pretrained(args.checkpoint)
+    POLICIES.update(BASELINES)
+    try:
+        settings = policy_settings(args.policies or "epikv")
+        for options in settings.values():
+            EvictionConfig(args.budget, **options)
+    except ValueError as error:
+        parser.error(str(error))
     parts = {
         "peers": lambda: compare_peers(model, args.checkpoint, args.budget),
-        "policies": lambda: compare_policies(model, args.budget),
+        "policies": lambda: compare_policies(model, args.budget, settings),
         "length": lambda: compare_lengths(model, args.budget),
         "compile": lambda: measure_compilation(args.checkpoint, args.budget),
     }
-    names = args.parts.split(",")
+    default = "policies" if args.policies else "length,policies,peers,compile"
+    names = (args.parts or default).split(",")
     for name in names:
         if name not in parts:
             parser.error(f"unknown part {name!r}; known: {', '.join(parts)}")
+    model = Transformer.from_pretrained(args.checkpoint)
     result = {"machine": {"this machine": describe(model)}}
     print_table(f"budget {args.budget}, {args.checkpoint.name}", result["machine"])
     for name in names:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import generate as generate_module
-from epikv import POLICIES, EvictionConfig
+from epikv import POLICIES, EvictionConfig, SlotCache
 from generate import generate, main, parse_arguments, stream
 from model import Transformer
 
@@ -115,6 +116,8 @@ def is_refused(outcome, *words):
 
 # 11. Bad input -----------------------------------------------------------------------------------
 
+SEG = (*PROMPT, "--policy", "epikv-seg")
+
 MISTAKES = {  # options, and words of the error
     "budget too small": ([*PROMPT, "--budget", 8, "--recent", 4], ["budget 8", "recent 4"]),
     "budget 0": ([*PROMPT, "--budget", 0], ["budget must be at least 1"]),
@@ -131,6 +134,66 @@ MISTAKES = {  # options, and words of the error
     "band range and list": ([*PROMPT, "--band-a", "0-1,2"], ["--band-a", "'0-1,2'"]),
     "band backwards": ([*PROMPT, "--band-a", "2-1"], ["2-1"]),
     "band of three ends": ([*PROMPT, "--band-a", "0-1-2"], ["0-1-2"]),
+    "recent too large": ([*PROMPT, "--budget", 64, "--recent", 60], ["budget 64", "recent 60"]),
+    "recent leaves one slot": (
+        [*PROMPT, "--budget", 64, "--recent", 59, "--value-reserve", 1],
+        ["value_reserve must be from 0 to 0", "got 1"],
+    ),
+    "lag longer than recent": (
+        [*PROMPT, "--policy", "epikv-seg", "--lag", 65, "--recent", 64],
+        ["'epikv-seg'", "lag 65", "recent is 64", "lower lag or raise recent"],
+    ),
+    "two lags longer than recent": (
+        [*PROMPT, "--policy", "lag-kv", "--lag", 33, "--recent", 64],
+        ["2 x lag 33", "recent is 64", "lower lag or raise recent"],
+    ),
+    "lag longer than the budget": (
+        [*PROMPT, "--policy", "lag-kv", "--lag", 32, "--budget", 64],
+        ["lag must be from 1 to 29", "got 32"],
+    ),
+    "lag 0": ([*PROMPT, "--policy", "lag-kv", "--lag", 0], ["lag must be from 1 to", "got 0"]),
+    "lag a word": ([*PROMPT, "--policy", "lag-kv", "--lag", "long"], ["--lag", "'long'"]),
+    "lag without blocks": ([*PROMPT, "--lag", 8], ["'epikv' has no blocks", "drop lag"]),
+    "lag of streaming": (
+        [*PROMPT, "--policy", "streaming", "--lag", 8],
+        ["'streaming' has no blocks"],
+    ),
+    "lag reference": (
+        [*PROMPT, "--policy", "lag-kv", "--lag-reference", "last"],
+        ["--lag-reference", "'last'", "previous"],
+    ),
+    "quotas ascending": ([*SEG, "--quotas", "8,32,64"], ["three numbers that descend", "(8, 32"]),
+    "quotas out of order": ([*SEG, "--quotas", "64,8,32"], ["three numbers that descend"]),
+    "two quotas": ([*SEG, "--quotas", "64,32"], ["three numbers", "(64, 32)"]),
+    "four quotas": ([*SEG, "--quotas", "64,32,8,4"], ["three numbers"]),
+    "quota above the lag": (
+        [*SEG, "--quotas", "65,8,0", "--lag", 64],
+        ["quotas must be from 0 to lag 64", "65"],
+    ),
+    "quota below 0": ([*SEG, "--quotas=64,32,-1"], ["quotas must be from 0", "-1"]),
+    "quotas a word": ([*SEG, "--quotas", "many"], ["--quotas", "'many'", "64,32,8"]),
+    "quotas a range": ([*SEG, "--quotas", "64-8"], ["--quotas", "'64-8'"]),
+    "quotas of lag-kv": (
+        [*PROMPT, "--policy", "lag-kv", "--quotas", "64,32,8"],
+        ["'lag-kv' has no quotas"],
+    ),
+    "reserve of all": (
+        [*PROMPT, "--budget", 64, "--recent", 16, "--value-reserve", 44],
+        ["value_reserve must be from 0 to 43", "44 slots", "got 44"],
+    ),
+    "reserve below 0": ([*PROMPT, "--value-reserve", -1], ["value_reserve", "got -1"]),
+    "reserve a word": ([*PROMPT, "--value-reserve", "some"], ["--value-reserve", "'some'"]),
+    "reserve of full": ([*PROMPT, "--policy", "full", "--value-reserve", 5], ["'full'", "reserve"]),
+    "value statistic": (
+        [*PROMPT, "--value-reserve", 8, "--value-statistic", "mean"],
+        ["--value-statistic", "'mean'", "range"],
+    ),
+    "slot map of epikv": ([*PROMPT, "--slot-map", "head"], ["'epikv'", "'head'", "shared"]),
+    "slot map of epikv-seg": ([*SEG, "--slot-map", "head"], ["'epikv-seg'", "'head'", "shared"]),
+    "slot map unknown": (
+        [*PROMPT, "--policy", "lag-kv", "--slot-map", "token"],
+        ["--slot-map", "'token'", "head"],
+    ),
     "temperature": ([*PROMPT, "--temperature", -0.5], ["temperature must be 0 or more"]),
     "temperature nan": ([*PROMPT, "--temperature", "nan"], ["temperature must be 0 or more"]),
     "top-p 0": ([*PROMPT, "--top-p", 0], ["top-p must be above 0"]),
@@ -163,8 +226,11 @@ MISTAKES = {  # options, and words of the error
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_told_before_a_model_is_loaded(cli, unloadable, mistake):
+    """Nor is one looked for: the checkpoint, which is not there either, is no matter yet."""
     options, words = MISTAKES[mistake]
-    is_refused(cli(*options), *words)
+    outcome = cli(*options, "--checkpoint", "/nowhere/at/all")
+    is_refused(outcome, *words)
+    assert "/nowhere" not in outcome[2]
 
 
 PIPED = {
@@ -396,6 +462,52 @@ def test_every_option_reaches_the_run(cli, started):
     assert (generation.max_new_tokens, generation.stop_ids) == (6, set())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(policy="lag-kv", lag=3, lag_reference="previous", slot_map="head"),
+        dict(policy="lag-kv", lag=3, lag_reference="next", slot_map="shared"),
+        dict(policy="epikv-seg", lag=6, quotas=(5, 3, 1)),
+        dict(policy="key-diff", slot_map="head", value_reserve=4, value_statistic="var"),
+        dict(policy="epikv", value_reserve=9, value_statistic="norm"),
+    ],
+    ids=str,
+)
+def test_every_option_of_some_policies_reaches_the_run(cli, started, options):
+    """Likewise, for options that not every policy has."""
+    options = dict(budget=40, recent=7) | options
+    arguments = []
+    for name, value in options.items():
+        value = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        arguments += [f"--{name.replace('_', '-')}", value]
+    code, *_ = cli(*PROMPT, *arguments, "--max-new-tokens", 3)
+    assert code == 0
+    config = started[0].engine.cache.config
+    assert config == EvictionConfig(**options)
+    assert {name: getattr(config, name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    "policy", [name for name, policy in POLICIES.items() if policy.cache_type() is SlotCache]
+)
+def test_every_policy_runs(cli, started, policy):
+    """By its name alone, past its budget, and says the text that the library makes of it."""
+    size = () if policy == "full" else ("--budget", 24)
+    options = ("--max-new-tokens", 60, "--ignore-eos")
+    code, out, err = cli(*PROMPT, "--policy", policy, *size, *options)
+    (generation,) = started
+    assert type(generation.engine.cache.policy) is POLICIES[policy]
+    (output,) = generation.result().outputs
+    assert (code, out) == (0, output.text + "\n")
+    assert len(output.tokens) == 60
+    assert f"tokens   {64 if policy == 'full' else 24} kept" in err
+
+
+@pytest.mark.parametrize("text, quotas", [("64,32,8", (64, 32, 8)), ("5,0,0", (5, 0, 0))])
+def test_quotas_are_a_list(text, quotas):
+    assert parse_arguments(["--quotas", text]).quotas == quotas
+
+
 @pytest.mark.parametrize("text, blocks", [("1", (1,)), ("0-2", (0, 1, 2)), ("2,0", (2, 0))])
 def test_bands_are_read_in_three_forms(text, blocks):
     assert parse_arguments(["--band-a", text]).band_a == blocks
@@ -410,9 +522,12 @@ def test_the_defaults_are_those_of_the_library():
         name: parameters[name].default for name in shared
     }
     config = EvictionConfig(generate_module.DEFAULT_BUDGET)
-    for name in ("sinks", "window", "band_a", "band_b", "policy", "seed"):
-        assert given[name] == getattr(config, name), name
-    assert given["recent"] is None  # left to the budget
+    left = {"budget": 4096, "recent": 128, "slot_map": "shared"}  # the config's to fill in
+    for field in fields(EvictionConfig):
+        if field.name not in left:
+            assert given[field.name] == getattr(config, field.name), field.name
+    assert {name: given[name] for name in left} == dict.fromkeys(left)
+    assert {name: getattr(config, name) for name in left} == left
     assert {*parameters} - {*given} == {"model", "prompts", "eviction"}
 
 
@@ -531,7 +646,8 @@ def test_the_marks_of_several_samples(cli, started):
 
 
 OPTIONS = """--checkpoint --prompt --prompt-file --chat --system --raw --budget --policy --sinks
-    --recent --window --band-a --band-b --max-new-tokens --temperature --top-k --top-p --min-p
+    --recent --window --band-a --band-b --lag --lag-reference --quotas --value-reserve
+    --value-statistic --slot-map --max-new-tokens --temperature --top-k --top-p --min-p
     --seed --num-samples --ignore-eos --device --dtype --compile-mode --no-compile --stats
     --show-kept""".split()
 

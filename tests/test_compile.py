@@ -8,12 +8,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import generate as generate_file
 import model as model_file
-from epikv import POLICIES, EvictionConfig, Random
+from epikv import POLICIES, EvictionConfig, LagKV, Random, SlotCache
 from generate import DecodeState, Engine, Generation, Sampling, compiled_step, decode_step
 from model import ModelConfig, Transformer
 
-SCORED = [name for name in POLICIES if name != "full"]
+ATTENTION_FREE = [name for name, policy in POLICIES.items() if policy.cache_type() is SlotCache]
+SETTINGS = {name: dict(policy=name) for name in ATTENTION_FREE if name != "full"}
+SETTINGS |= {
+    "lag-kv previous": dict(policy="lag-kv", lag_reference="previous"),
+    "lag-kv by head": dict(policy="lag-kv", slot_map="head"),
+    "key-diff by head": dict(policy="key-diff", slot_map="head"),
+    "k-norm by head": dict(policy="k-norm", slot_map="head"),
+    "epikv reserve": dict(policy="epikv", value_reserve=9),
+    "lag-kv reserve": dict(policy="lag-kv", value_reserve=9),
+}
+BLOCKWISE = [name for name, setting in SETTINGS.items() if POLICIES[setting["policy"]].blocks]
+
+
+def settings(name, lag) -> dict:
+    """Those of EvictionConfig called `name`, with `lag` tokens in a block if there are blocks."""
+    return SETTINGS[name] | (dict(lag=lag) if name in BLOCKWISE else {})
 
 
 def small_config(**changes) -> ModelConfig:
@@ -45,31 +61,60 @@ def run(engine: Engine, prompts: list[list[int]], n_tokens: int) -> list[list[in
 # Compiled against eager ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mode", "policy"), [*(("blocks", policy) for policy in SCORED), ("step", "epikv")]
-)
-def test_compiled_step_equals_eager(mode, policy):
-    """Same tokens, same slots and same scores over filling and evicting, one prompt over budget."""
-    model = random_model()
-    prompts = [[1, 2, 3], list(range(45)), list(range(40)) * 2]
-    sampling = Sampling(temperature=(0.0, 1.0, 0.8), top_k=20, top_p=0.9, min_p=0.01, seed=3)
-    config = EvictionConfig(48, policy, recent=8, window=16)
-    engines = [Engine(model, config, sampling, 3, compile_mode) for compile_mode in (mode, "none")]
-    tokens = [run(engine, prompts, 150) for engine in engines]
-    compiled, eager = (engine.cache for engine in engines)
-    assert tokens[0] == tokens[1]
+PROMPTS = [[1, 2, 3], list(range(45)), list(range(40)) * 2]  # one over the budget
+
+
+def assert_same_cache(compiled, eager):
+    """Same slots and, but for rounding, same scores, keys and values."""
     assert torch.equal(compiled.position, eager.position)
     # RoPE's cosines are float32 in any model, and the compiler has its own.
     torch.testing.assert_close(compiled.score, eager.score, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compiled.value_size, eager.value_size, rtol=1e-5, atol=1e-5)
     for one, other in zip(compiled.layers, eager.layers, strict=True):
         torch.testing.assert_close(one.k, other.k, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(one.v, other.v, rtol=1e-5, atol=1e-5)
 
 
-def test_nothing_recompiles():
+@pytest.mark.parametrize("mode, n_layers", [("blocks", 4), ("step", 3)])
+def test_compiled_step_equals_eager(mode, n_layers):
+    """Same tokens, slots and scores over filling and evicting, with every kind of sampling."""
+    model = random_model(n_layers=n_layers)
+    sampling = Sampling(temperature=(0.0, 1.0, 0.8), top_k=20, top_p=0.9, min_p=0.01, seed=3)
+    config = EvictionConfig(48, recent=8, window=16)
+    engines = [Engine(model, config, sampling, 3, compile_mode) for compile_mode in (mode, "none")]
+    tokens = [run(engine, PROMPTS, 150) for engine in engines]
+    assert tokens[0] == tokens[1]
+    assert_same_cache(*(engine.cache for engine in engines))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_compiled_policies_equal_eager(name):
+    """Likewise; the rows are fed random tokens, as those that are likeliest soon go in a circle."""
+    config = EvictionConfig(48, recent=8, window=16, **settings(name, lag=4))
+    model, n_tokens = random_model(), 150
+    fed = torch.randint(50, (n_tokens, 3), generator=torch.Generator().manual_seed(7))
+    engines = [Engine(model, config, Sampling(), 3, mode) for mode in ("blocks", "none")]
+    tokens = []
+    for engine in engines:
+        generation = Generation(engine, PROMPTS, n_tokens, set())
+        for i, _ in enumerate(generation):  # a row at a time, and a step before every three
+            engine.state.token.copy_(fed[i // 3])
+        tokens.append([output.tokens for output in generation.outputs])
+        assert engine.cache.length.tolist() == [len(p) + n_tokens - 1 for p in PROMPTS]
+    assert tokens[0] == tokens[1]
+    assert_same_cache(*(engine.cache for engine in engines))
+    assert engines[0].compile_seconds > 0 == engines[1].compile_seconds
+
+
+@pytest.mark.parametrize(
+    "eviction",
+    [{}, dict(policy="lag-kv", lag=4, slot_map="head", value_reserve=20)],
+    ids=["epikv", "lag-kv by head with reserve"],
+)
+def test_nothing_recompiles(eviction):
     """From the second token to the 10,000th, for five prompt lengths, two runs and two engines."""
     model = random_model(torch.float32, n_layers=2)
-    config = EvictionConfig(600, recent=8)
+    config = EvictionConfig(600, recent=8, **eviction)
     engine = Engine(model, config, Sampling())
     run(engine, [[1, 2, 3]], 2)  # 2,000 more tokens need every prefix: these are compiled now
     engine.warm_up([512, 600, None])
@@ -88,9 +133,11 @@ def test_a_recompilation_would_be_noticed():
         run(Engine(model, EvictionConfig(65), Sampling()), [[1, 2]], 3)
 
 
-def test_buffers_stay_in_place():
+@pytest.mark.parametrize("name", SETTINGS)
+def test_buffers_stay_in_place(name):
     """A captured graph needs every buffer at its address: prefill, decode and a second run."""
-    engine = Engine(random_model(), EvictionConfig(32, recent=4), Sampling(), 2, "none")
+    config = EvictionConfig(32, recent=4, **settings(name, lag=2))
+    engine = Engine(random_model(), config, Sampling(), 2, "none")
     buffers = {**dict(engine.cache.named_buffers()), **dict(engine.state.named_buffers())}
     addresses = {name: buffer.data_ptr() for name, buffer in buffers.items()}
     run(engine, [[1, 2, 3], [4] * 50], 60)
@@ -138,7 +185,7 @@ def cuda_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
 
 
 class WithoutCudaBuild(TorchFunctionMode):
-    """Spell subscripts and copy_ as operators: their Python bindings want a CUDA build of torch."""
+    """Spell as operators some methods whose Python bindings want a CUDA build of torch."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.__getitem__:
@@ -149,6 +196,8 @@ class WithoutCudaBuild(TorchFunctionMode):
             return torch.ops.aten.index_put_(tensor, index, value)
         if function is torch.Tensor.copy_:
             return torch.ops.aten.copy_(*args)
+        if function is torch.Tensor.contiguous:
+            return torch.ops.aten.contiguous(*args)
         return function(*args, **(kwargs or {}))
 
     def get(self, tensor, index):
@@ -182,9 +231,9 @@ def fake_cuda(monkeypatch):
 BATCH, SLOTS, HEADS = 3, 1031, 4  # primes, to tell axes by their size
 
 
-def fake_decoder(policy, budget=SLOTS):
+def fake_decoder(budget=SLOTS, **eviction):
     model = fake_model()
-    config = EvictionConfig(budget, policy)
+    config = EvictionConfig(budget, **eviction)
     sampling = Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.1)
     return model, model.new_cache(config, BATCH), DecodeState(sampling, BATCH)
 
@@ -195,52 +244,103 @@ def fake_model():
     return Transformer(small_config(**wide, tied_embeddings=True), torch.bfloat16)
 
 
+def largest(allocations):
+    return max(torch.Size(shape).numel() for shape in allocations.shapes)
+
+
+def with_two_axes(allocations, sequence):
+    """Shapes in which more than one axis has the length of a sequence."""
+    return [s for s in allocations.shapes if sum(size in sequence for size in s) > 1]
+
+
 @pytest.mark.parametrize("prefix", [512, None])
-@pytest.mark.parametrize("policy", SCORED)
-def test_decode_on_cuda(fake_cuda, policy, prefix):
-    """No value is asked for, and nothing larger than [B, H, S] is made: no copy of K or V."""
-    model, cache, state = fake_decoder(policy)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_decode_on_cuda(fake_cuda, name, prefix):
+    """No value is asked for, and nothing larger than [B, H, S] is made: no copy of K or V.
+
+    A map of slots by layer and head is [B, L, H_kv, S] itself.
+    """
+    model, cache, state = fake_decoder(**settings(name, lag=37))
     with Allocations(model, cache, state) as allocations:
         decode_step(model, cache, state, prefix)
     assert len(allocations.shapes) > 100
-    largest = max(torch.Size(shape).numel() for shape in allocations.shapes)
-    assert largest <= BATCH * HEADS * SLOTS
+    assert largest(allocations) <= max(BATCH * HEADS * SLOTS, cache.position.numel())
+    assert largest(allocations) < cache.layers[0].k.numel() / 10
 
 
-@pytest.mark.parametrize("policy", SCORED)
-def test_prefill_on_cuda(fake_cuda, policy):
+LAG = 37
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+def test_the_end_of_a_block_on_cuda(fake_cuda, name):
+    """No value is asked for, no tensor has two sequence axes, and no layer's K or V is copied."""
+    model, cache, state = fake_decoder(**settings(name, LAG))
+    with Allocations(model, cache, state) as allocations:
+        cache.end_block()
+    n_last = cache.policy.blocks * LAG
+    shape = (BATCH, 4, 2, n_last, 64)  # the keys of the last blocks
+    assert shape in allocations.shapes
+    assert largest(allocations) == torch.Size(shape).numel() < cache.layers[0].k.numel()
+    assert not with_two_axes(allocations, {SLOTS, LAG, n_last})
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_prefill_on_cuda(fake_cuda, name):
     """No value is asked for, and no tensor has two sequence axes, in a prompt of four chunks."""
     budget, n_tokens = 331, 1193  # chunks of 331, 331, 331 and 200
     model = fake_model()
-    cache = model.new_cache(EvictionConfig(budget, policy))
+    cache = model.new_cache(EvictionConfig(budget, **settings(name, LAG)))
     with Allocations(model, cache) as allocations:
         logits = model.prefill(torch.zeros(1, n_tokens, dtype=torch.int64), cache)
     assert logits.shape == (1, 300)
-    sequence = {331, 200, 331 + 331, 331 + 200}
+    sequence = {331, 200, 331 + 331, 331 + 200, LAG, 2 * LAG}
     assert any(331 in shape for shape in allocations.shapes)
-    assert not [s for s in allocations.shapes if sum(size in sequence for size in s) > 1]
+    assert not with_two_axes(allocations, sequence)
 
 
 def test_a_host_sync_would_be_noticed(fake_cuda, monkeypatch):
     """A policy that looks at a value raises, so the tests above can fail."""
 
     class Peeking(Random):
-        def score(self, change, position):
-            score = super().score(change, position)
+        def score(self, tokens):
+            score = super().score(tokens)
             return score if score.sum().item() > 0 else -score
 
     monkeypatch.setitem(POLICIES, "peeking", Peeking)
     with pytest.raises(DataDependentOutputException):
-        decode_step(*fake_decoder("peeking"), 512)
+        decode_step(*fake_decoder(policy="peeking"), 512)
 
 
-def test_every_buffer_keeps_its_storage(fake_cuda):
-    """A captured graph knows buffers by address: a step must not put others in their place."""
-    model, cache, state = fake_decoder("epikv-smooth")
-    before = [buffer.untyped_storage()._cdata for buffer in (*cache.buffers(), *state.buffers())]
+def test_a_host_sync_at_the_end_of_a_block_would_be_noticed(fake_cuda, monkeypatch):
+    """So would one, say, that asks whether any row has completed its block."""
+
+    class Peeking(LagKV):
+        def revise(self, last):
+            return super().revise(last) if last.complete.any() else last.score
+
+    monkeypatch.setitem(POLICIES, "peeking", Peeking)
+    _, cache, _ = fake_decoder(policy="peeking")
+    with pytest.raises(DataDependentOutputException):
+        cache.end_block()
+
+
+def storages(*modules):
+    return [b.untyped_storage()._cdata for module in modules for b in module.buffers()]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_buffer_keeps_its_storage(fake_cuda, name):
+    """A captured graph knows buffers by address: nothing may put others in their place."""
+    model, cache, state = fake_decoder(**settings(name, LAG))
+    prompt_cache = model.new_cache(cache.config)
+    before = storages(cache, state, prompt_cache)
     decode_step(model, cache, state, None)
-    after = [buffer.untyped_storage()._cdata for buffer in (*cache.buffers(), *state.buffers())]
-    assert after == before
+    cache.load_row(0, prompt_cache)
+    if cache.block:
+        cache.end_block()
+    model.prefill(torch.zeros(1, 1100, dtype=torch.int64), prompt_cache)
+    cache.reset()
+    assert storages(cache, state, prompt_cache) == before
 
 
 def test_mps_runs_eagerly():
@@ -259,10 +359,10 @@ def test_a_missing_compiler_is_told_in_one_line(monkeypatch):
 
 def test_a_copy_of_the_cache_would_be_noticed(fake_cuda, monkeypatch):
     """Attention that repeats keys for the query heads makes a tensor that is too large."""
-    model, cache, state = fake_decoder("epikv")
+    model, cache, state = fake_decoder()
     with Allocations(model, cache, state) as allocations:
         cache.layers[0].k.repeat_interleave(2, dim=1)
-    assert max(torch.Size(s).numel() for s in allocations.shapes) > BATCH * HEADS * SLOTS
+    assert largest(allocations) > BATCH * HEADS * SLOTS
 
 
 def test_cuda_graph_route(monkeypatch):
@@ -290,3 +390,71 @@ def test_cuda_graph_route(monkeypatch):
         engine.step(prefix)
     assert captured == [32, None]
     assert replayed == [32, 32, None]
+
+
+class StandIn:
+    """In place of a CUDA graph: calls what it was recorded from, and counts."""
+
+    def __init__(self, function):
+        self.function, self.n_replays = function, 0
+
+    def replay(self):
+        self.function()
+        self.n_replays += 1
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The stand-ins, in place of all graphs that are recorded."""
+    graphs = []
+
+    def record(function):
+        graphs.append(StandIn(function))
+        return graphs[-1]
+
+    monkeypatch.setattr(generate_file, "record", record)
+    return graphs
+
+
+def capturing_engine(monkeypatch, **eviction):
+    """An engine that takes the way of CUDA, and whose step and block end are no graphs."""
+    engine = Engine(random_model(), EvictionConfig(32, recent=8, **eviction), Sampling(), 2, "none")
+    monkeypatch.setattr(engine, "captures", True)
+    monkeypatch.setattr(engine, "run_step", lambda *args: decode_step(*args))
+    return engine
+
+
+@pytest.mark.parametrize("policy", ["lag-kv", "epikv-seg"])
+def test_the_end_of_a_block_is_captured_once(monkeypatch, recorded, policy):
+    """Beside the two graphs of the step; a replay is all that `end_block` does."""
+    engine = capturing_engine(monkeypatch, policy=policy, lag=4)
+    engine.warm_up([32, None])
+    engine.warm_up([None, 32])
+    assert len(recorded) == 3
+    assert recorded[2] is engine.block_graph
+    assert recorded[2].function == engine.cache.end_block
+    recorded[2].function = lambda: None
+    monkeypatch.setattr(engine.cache, "end_block", lambda: pytest.fail("ran outside the graph"))
+    for _ in range(3):
+        engine.end_block()
+    assert [graph.n_replays for graph in recorded] == [0, 0, 3]
+
+
+def test_no_block_is_captured_where_there_is_none(monkeypatch, recorded):
+    engine = capturing_engine(monkeypatch)
+    engine.warm_up([32, None])
+    assert len(recorded) == 2 and engine.block_graph is None
+
+
+@pytest.mark.parametrize("policy", ["lag-kv", "epikv-seg"])
+def test_the_graphs_do_what_the_eager_run_does(monkeypatch, recorded, policy):
+    """Rows of 3 and 21 with blocks of 4: one ends in every second step or so, as counted here."""
+    prompts, n_tokens = [[1, 2, 3], [*range(21)]], 60
+    engine = capturing_engine(monkeypatch, policy=policy, lag=4)
+    eager = Engine(engine.model, engine.cache.config, Sampling(), 2, "none")
+    assert run(engine, prompts, n_tokens) == run(eager, prompts, n_tokens)
+    assert torch.equal(engine.cache.position, eager.cache.position)
+    *steps, block = recorded
+    fed = range(1, n_tokens)
+    assert sum(graph.n_replays for graph in steps) == len(fed)
+    assert block.n_replays == sum((3 + n) % 4 == 0 or (21 + n) % 4 == 0 for n in fed)

@@ -13,14 +13,36 @@ import twin
 from safetensors.torch import load_file
 
 import generate as generate_module
-from epikv import POLICIES, EvictionConfig
+from epikv import POLICIES, EvictionConfig, Policy, SlotCache
 from generate import Engine, Generation, Sampling, generate, memory_bandwidth, sample, stream
 from model import Transformer
 
 DEMO = Path(generate_module.__file__).parent / "models" / "SmolLM2-135M-Instruct"
-EVICTING = [policy for policy in POLICIES if policy != "full"]
+CASES = {name: {} for name, policy in POLICIES.items() if policy.cache_type() is SlotCache}
+CASES |= {
+    "lag-kv previous": dict(policy="lag-kv", lag_reference="previous"),
+    "lag-kv by head": dict(policy="lag-kv", slot_map="head"),
+    "key-diff by head": dict(policy="key-diff", slot_map="head"),
+    "k-norm by head": dict(policy="k-norm", slot_map="head"),
+    "epikv reserve": dict(policy="epikv", value_reserve=5),
+    "lag-kv reserve": dict(policy="lag-kv", value_reserve=5, value_statistic="norm"),
+}
+EVICTING = [name for name in CASES if name != "full"]
 SMALL = dict(budget=24, recent=4, window=8)  # a cache that fills soon
+BLOCKS = {"lag-kv": dict(recent=8, lag=4), "epikv-seg": dict(recent=4, lag=4, quotas=(3, 2, 1))}
 CONTEXT = 1024
+
+
+def case(name):
+    """The settings of CASES called `name`, of a cache of any size."""
+    return dict(policy=name) | CASES[name]
+
+
+def small(name):
+    """The same in a small cache, but for `full`, which has its own size."""
+    settings = case(name)
+    size = {} if name == "full" else SMALL | BLOCKS.get(settings["policy"], {})
+    return size | settings
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +110,14 @@ def full_run(request, small_model):
     return prompts, run(small_model, prompts, policy="full", **DRAWN)
 
 
-@pytest.mark.parametrize("policy", EVICTING)
-def test_a_cache_for_everything_equals_full(small_model, full_run, policy):
+@pytest.mark.parametrize(
+    "name", [name for name in EVICTING if name in POLICIES] + ["lag-kv by head", "epikv reserve"]
+)
+def test_a_cache_for_everything_equals_full(small_model, full_run, name):
     """It has just enough slots; the last token is drawn and not fed, so it needs none."""
     prompts, expected = full_run
     budget = max(map(len, prompts)) + 300 - 1
-    result = run(small_model, prompts, policy=policy, budget=budget, sinks=2, **DRAWN)
+    result = run(small_model, prompts, budget=budget, sinks=2, **case(name), **DRAWN)
     assert [len(tokens) for tokens in tokens_of(result)] == [300] * len(prompts)
     assert result.outputs == expected.outputs
     assert result.statistics.tokens_evicted == 0
@@ -116,10 +140,14 @@ def demo_full(demo, demo_prompts):
     return tokens_of(alone) + tokens_of(both)
 
 
-@pytest.mark.parametrize("policy", EVICTING)
-def test_the_demo_in_a_cache_for_everything_equals_full(demo, demo_prompts, demo_full, policy):
+@pytest.mark.parametrize(
+    "name",
+    ["epikv", "epikv-smooth", "epikv-raw", "epikv-band", "streaming", "random"]
+    + ["epikv-seg", "lag-kv by head"],
+)
+def test_the_demo_in_a_cache_for_everything_equals_full(demo, demo_prompts, demo_full, name):
     budget = len(demo_prompts[0]) + N_DEMO - 1
-    result = run(demo, demo_prompts[:1], policy=policy, budget=budget, max_new_tokens=N_DEMO)
+    result = run(demo, demo_prompts[:1], budget=budget, max_new_tokens=N_DEMO, **case(name))
     assert tokens_of(result) == demo_full[:1]
 
 
@@ -161,7 +189,10 @@ class SlowDecoder:
     def step(self, token, visible):
         """Take the next token, which sees the positions `visible`, its own included.
 
-        Returns its logits, and the residual after each block as a list of floats.
+        visible: by (layer, head), or "shared" for all.
+
+        Returns its logits, and in plain lists the residual after each block, the keys and the
+        values of each layer's heads.
         """
         position = len(self.keys[0])
         size = self.config["head_dim"]
@@ -177,8 +208,13 @@ class SlowDecoder:
             q = self.rotate(linear(y, "self_attn.q_proj").view(-1, size), position)
             keys.append(self.rotate(linear(y, "self_attn.k_proj").view(-1, size), position))
             values.append(linear(y, "self_attn.v_proj").view(-1, size))
-            k = torch.stack([keys[i] for i in visible]).repeat_interleave(group, dim=1)
-            v = torch.stack([values[i] for i in visible]).repeat_interleave(group, dim=1)
+            k, v = [], []
+            for head in range(len(keys[0])):
+                mine = visible["shared"] if "shared" in visible else visible[layer, head]
+                k.append(torch.stack([keys[i][head] for i in mine]))
+                v.append(torch.stack([values[i][head] for i in mine]))
+            k = torch.stack(k, dim=1).repeat_interleave(group, dim=1)
+            v = torch.stack(v, dim=1).repeat_interleave(group, dim=1)
             weight = (torch.einsum("hd,nhd->hn", q, k) / math.sqrt(size)).softmax(dim=1)
             attended = torch.einsum("hn,nhd->hd", weight, v).flatten()
             x = x + linear(attended, "self_attn.o_proj")
@@ -186,11 +222,16 @@ class SlowDecoder:
             gate = linear(y, "mlp.gate_proj")
             x = x + linear(gate * gate.sigmoid() * linear(y, "mlp.up_proj"), "mlp.down_proj")
             residuals.append(x.tolist())
-        return self.weights["lm_head.weight"] @ self.norm(x, "model.norm"), residuals
+        logits = self.weights["lm_head.weight"] @ self.norm(x, "model.norm")
+        k, v = ([of_layer[-1].tolist() for of_layer in kept] for kept in (self.keys, self.values))
+        return logits, (residuals, k, v)
 
 
 def positions(reference):
-    return [token["position"] for token in reference.tokens]
+    """Those that each map of the twin holds."""
+    return {
+        head: [token["position"] for token in tokens] for head, tokens in reference.maps.items()
+    }
 
 
 def slow_generate(folder, prompt, n_new, reference, chunk, choose):
@@ -200,20 +241,23 @@ def slow_generate(folder, prompt, n_new, reference, chunk, choose):
     """
     decoder = SlowDecoder(folder)
     for start in range(0, len(prompt), chunk):
-        before, residuals = positions(reference), []
+        before, contents = positions(reference), []
         for i in range(start, min(start + chunk, len(prompt))):
-            logits, after = decoder.step(prompt[i], [*before, *range(start, i + 1)])
-            residuals.append(after)
-        reference.admit(start, residuals)
+            visible = {head: [*kept, *range(start, i + 1)] for head, kept in before.items()}
+            logits, content = decoder.step(prompt[i], visible)
+            contents.append(content)
+        reference.admit(start, *zip(*contents, strict=True))
     tokens = [choose(logits, len(prompt) - 1)]
     while len(tokens) < n_new:
         position = len(prompt) + len(tokens) - 1
-        visible = [*positions(reference), position]
-        if reference.policy != "full" and len(visible) > reference.budget:
-            visible.remove(reference.worst(newest=position)["position"])
-        logits, residuals = decoder.step(tokens[-1], visible)
-        reference.append(position, residuals)
-        assert sorted(positions(reference)) == sorted(visible)
+        visible = {head: [*kept, position] for head, kept in positions(reference).items()}
+        for head, held in reference.maps.items():
+            if reference.policy != "full" and len(visible[head]) > reference.budget:
+                visible[head].remove(reference.worst(held, newest=position)["position"])
+        logits, content = decoder.step(tokens[-1], visible)
+        reference.append(position, *content)
+        for head, kept in positions(reference).items():
+            assert sorted(kept) == sorted(visible[head])
         tokens.append(choose(logits, position))
     return tokens
 
@@ -230,46 +274,126 @@ def slow_draw(logits, temperature, seed, row, position):
     return race.index(max(race))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_tokens_equal_those_of_a_slow_decoder(folder, model, policy, temperature):
+GREEDY = ["epikv", "epikv-smooth", "epikv-raw", "epikv-band", "streaming", "random", "full"]
+
+
+@pytest.mark.parametrize(
+    "name, temperature", [*((name, 1.0) for name in CASES), *((name, 0.0) for name in GREEDY)]
+)
+def test_tokens_equal_those_of_a_slow_decoder(folder, model, name, temperature):
     """Prompts in half the budget, at it, over it and far over; 40 tokens after each."""
     prompts, n_new, seed = prompts_of(7, 24, 25, 60, 150), 40, 3
-    budget = {} if policy == "full" else dict(budget=SMALL["budget"])
-    options = dict(recent=SMALL["recent"], window=SMALL["window"])
+    settings = small(name)
     result = run(
-        model,
-        prompts,
-        policy=policy,
-        max_new_tokens=n_new,
-        temperature=temperature,
-        seed=seed,
-        **budget,
-        **options,
+        model, prompts, max_new_tokens=n_new, temperature=temperature, seed=seed, **settings
     )
     for row, (prompt, output) in enumerate(zip(prompts, result.outputs, strict=True)):
-        reference = twin.TwinRow(
-            policy, budget=24, seed=seed, n_layers=8, n_prompt=len(prompt), **options
-        )
-        chunk = 2048 if policy == "full" else 24
+        sizes = dict(n_layers=8, n_heads=2, n_prompt=len(prompt))
+        reference = twin.TwinRow(**SMALL | settings, seed=seed, **sizes)
+        chunk = 2048 if name == "full" else 24
 
         def choose(logits, position, row=row):
             return slow_draw(logits, temperature, seed, row, position)
 
         expected = slow_generate(folder, prompt, n_new, reference, chunk, choose)
         assert output.tokens == expected, f"row {row}"
-        assert output.kept == sorted(positions(reference)), f"row {row}"
+        assert output.kept == sorted(set().union(*positions(reference).values())), f"row {row}"
 
 
 def test_eviction_matters_to_these_tokens(model):
     """Otherwise the comparisons with the slow decoder would say little."""
     prompts = prompts_of(7, 24, 25, 60, 150)
     runs = {
-        tuple(map(tuple, tokens_of(run(model, prompts, policy=policy, max_new_tokens=40, **size))))
-        for policy in POLICIES
-        for size in [{} if policy == "full" else SMALL]
+        tuple(map(tuple, tokens_of(run(model, prompts, max_new_tokens=40, **small(name)))))
+        for name in CASES
     }
-    assert len(runs) == len(POLICIES)
+    assert len(runs) == len(CASES)
+
+
+# A policy of one's own ---------------------------------------------------------------------------
+
+
+class Startling(Policy):
+    """Forget the token that changed block 10 of 32 the least."""
+
+    bands = ((10,),)
+
+    def score(self, tokens):
+        return tokens.change[..., 0]
+
+
+def test_a_policy_of_ones_own_runs(folder, model, monkeypatch):
+    """A class with one method and one band: its tokens are those of a slow decoder that forgets
+    by the same rule. In 8 blocks the band is block 2, or 2.5 rounded to even."""
+    monkeypatch.setitem(POLICIES, "startling", Startling)
+
+    class Row(twin.TwinRow):
+        def score(self, position, residuals, keys, values):
+            before, self.residuals = self.residuals, residuals
+            return math.dist(residuals[2], before[2]) if position > 0 else 0.0
+
+    prompts = prompts_of(7, 60)
+    result = run(model, prompts, policy="startling", max_new_tokens=40, **SMALL)
+    for prompt, output in zip(prompts, result.outputs, strict=True):
+        reference = Row("startling", n_layers=8, n_heads=2, n_prompt=len(prompt), **SMALL)
+        likeliest = slow_generate(
+            folder, prompt, 40, reference, 24, lambda logits, position: logits.argmax().item()
+        )
+        assert output.tokens == likeliest
+        assert output.kept == sorted(positions(reference)["shared"])
+    assert tokens_of(result) != tokens_of(run(model, prompts, max_new_tokens=40, **SMALL))
+    named = run(model, prompts, policy="startling", max_new_tokens=40, band_a=(2,), **SMALL)
+    assert tokens_of(named) == tokens_of(result)
+
+
+def test_an_unknown_policy_is_told_the_known_ones(idle, monkeypatch):
+    """With one that was entered a moment ago."""
+    monkeypatch.setitem(POLICIES, "startling", Startling)
+    with pytest.raises(ValueError, match="unknown policy 'lru'; known: ") as error:
+        started(idle, [[1]], policy="lru", max_new_tokens=1)
+    known = str(error.value).partition("known: ")[2].split(", ")
+    assert known == list(POLICIES) and "startling" in known and "lag-kv" in known
+
+
+# The ends of blocks ------------------------------------------------------------------------------
+
+
+def watched_ends(generation, monkeypatch):
+    """Run it. Returns the lengths of all rows at each step, and those at each call of end_block."""
+    engine, steps, ends = generation.engine, [], []
+    step, end_block = engine.step, engine.end_block
+
+    def watched_step(prefix):
+        step(prefix)
+        steps.append(engine.cache.length.tolist())
+
+    def watched_end():
+        ends.append(engine.cache.length.tolist())
+        end_block()
+
+    monkeypatch.setattr(engine, "step", watched_step)
+    monkeypatch.setattr(engine, "end_block", watched_end)
+    list(generation)
+    return steps, ends
+
+
+@pytest.mark.parametrize("policy", BLOCKS)
+@pytest.mark.parametrize("lengths", [(7,), (8,), (3, 8, 30), (5, 9, 61), (5, 6, 7, 8)], ids=str)
+def test_a_block_ends_after_a_step_that_completes_one_in_a_row(model, monkeypatch, policy, lengths):
+    """Blocks of 4: exactly once after such a step, and after no other."""
+    settings = dict(max_new_tokens=40, **small(policy))
+    generation = started(model, prompts_of(*lengths), **settings)
+    steps, ends = watched_ends(generation, monkeypatch)
+    assert steps == [[n + i for n in lengths] for i in range(1, 40)]
+    assert ends == [step for step in steps if any(n % 4 == 0 for n in step)]
+    assert len(ends) >= 9
+
+
+@pytest.mark.parametrize("name", ["epikv", "key-diff by head", "epikv reserve", "streaming"])
+def test_no_block_ends_where_there_is_none(model, monkeypatch, name):
+    generation = started(model, prompts_of(8, 12), max_new_tokens=40, **small(name))
+    steps, ends = watched_ends(generation, monkeypatch)
+    assert len(steps) == 39 and ends == []
 
 
 # 3. Rows -----------------------------------------------------------------------------------------
@@ -290,13 +414,17 @@ def watch_logits(model):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("policy", ["epikv", "epikv-smooth", "epikv-band", "random"])
-def test_a_row_has_the_same_bits_beside_any_mates(model, policy, temperature):
+@pytest.mark.parametrize(
+    "name",
+    ["epikv", "epikv-smooth", "epikv-band", "random", "epikv-seg", "lag-kv", "key-diff by head"]
+    + ["value-var", "lag-kv reserve"],
+)
+def test_a_row_has_the_same_bits_beside_any_mates(model, name, temperature):
     """Three rows, the middle one the same twice: its logits agree bit for bit."""
     mine, *mates = prompts_of(30, 9, 50, 9, 50)
     logits, tokens = [], []
     for first, last in (mates[:2], mates[2:]):
-        settings = dict(policy=policy, max_new_tokens=50, temperature=temperature, **SMALL)
+        settings = dict(max_new_tokens=50, temperature=temperature, **small(name))
         with watch_logits(model) as seen:
             result = run(model, [first, mine, last], **settings)
         tokens.append(tokens_of(result))
@@ -307,11 +435,11 @@ def test_a_row_has_the_same_bits_beside_any_mates(model, policy, temperature):
     assert tokens[0][0] != tokens[1][0] and tokens[0][2] != tokens[1][2]
 
 
-@pytest.mark.parametrize("policy", EVICTING)
-def test_a_row_has_the_tokens_it_has_alone(model, policy):
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_row_has_the_tokens_it_has_alone(model, name):
     """Also when its mates are longer or shorter, and fill their slots at other times."""
     prompts = prompts_of(3, 12, 20, 20, 24, 80)  # two of a length, but not the same
-    settings = dict(policy=policy, max_new_tokens=50, **SMALL)
+    settings = dict(max_new_tokens=50, **small(name))
     together = run(model, prompts, **settings)
     for prompt, output in zip(prompts, together.outputs, strict=True):
         alone = run(model, [prompt], **settings).outputs[0]
@@ -379,12 +507,12 @@ def test_samples_of_a_prompt_stand_together(model):
 
 
 @pytest.mark.parametrize("n_rows", [1, 2])
-@pytest.mark.parametrize("policy", EVICTING)
-def test_nothing_stays_between_the_prompts_of_an_engine(model, policy, n_rows):
+@pytest.mark.parametrize("name", EVICTING)
+def test_nothing_stays_between_the_prompts_of_an_engine(model, name, n_rows):
     """Tokens, kept positions and every buffer of the cache that a token could be read from."""
     engine = Engine(
         model,
-        EvictionConfig(policy=policy, **SMALL),
+        EvictionConfig(**small(name)),
         Sampling(temperature=1.0, seed=1),
         n_rows,
         compile_mode="none",
@@ -953,18 +1081,22 @@ def test_full_has_slots_in_steps_of_1024(n_tokens, slots):
     assert generate_module.full_budget(n_tokens) == slots
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_kept_positions_are_those_in_the_cache(model, policy):
-    size = {} if policy == "full" else SMALL
-    generation = started(model, prompts_of(3, 20, 60), policy=policy, max_new_tokens=15, **size)
+@pytest.mark.parametrize("name", CASES)
+def test_kept_positions_are_those_in_the_cache(model, name):
+    """In any head: where each chooses for itself they are more than one of them holds."""
+    settings = small(name)
+    generation = started(model, prompts_of(3, 20, 60), max_new_tokens=15, **settings)
     list(generation)
     cache = generation.engine.cache
     for row, n_seen in enumerate([17, 34, 74]):
         output = generation.result().outputs[row]
-        assert output.kept == sorted(p for p in cache.position[row].tolist() if p != -1)
-        assert len(set(output.kept)) == min(n_seen, size.get("budget", n_seen))
-        recent = range(n_seen - SMALL["recent"], n_seen)
-        assert {0, 1, 2, 3, *recent} <= set(output.kept) <= set(range(n_seen))
+        maps = cache.position[row].flatten(0, 1).tolist()
+        assert output.kept == sorted({p for one_map in maps for p in one_map if p != -1})
+        for one_map in maps:
+            kept = {p for p in one_map if p != -1}
+            assert len(kept) == min(n_seen, settings.get("budget", n_seen))
+            recent = range(n_seen - settings.get("recent", 4), n_seen)
+            assert {0, 1, 2, 3, *recent} <= kept <= set(range(n_seen))
 
 
 # 9. Streaming ------------------------------------------------------------------------------------

@@ -1037,6 +1037,77 @@ def test_transformers_calls_the_clock_for_the_prompt_and_each_token(tmp_path):
     assert clock.seconds_per_token() == (clock.times[6] - clock.times[1]) / 5
 
 
+def register(monkeypatch):
+    """Enter the baselines into the table of policies for the time of a test."""
+    for name, policy in benchmark.BASELINES.items():
+        monkeypatch.setitem(benchmark.POLICIES, name, policy)
+
+
+def test_all_policies_of_the_benchmark(monkeypatch):
+    """Every policy that evicts, baselines too, with each of its slot maps, and two variants."""
+    register(monkeypatch)
+    settings = benchmark.policy_settings("all")
+    configs = [benchmark.EvictionConfig(512, **options) for options in settings.values()]
+    assert len(set(configs)) == len(configs)
+    for name, policy in benchmark.POLICIES.items():
+        maps = [config.slot_map for config in configs if config.policy == name]
+        assert sorted(set(maps)) == ([] if name == "full" else sorted(policy.slot_maps))
+    assert settings["tova (shared map)"] == dict(policy="tova", slot_map="shared")
+    assert any(config.lag_reference == "previous" for config in configs)
+    assert any(config.value_reserve for config in configs)
+
+
+def test_some_policies_of_the_benchmark(monkeypatch):
+    """Those that are named; a name that is none is told with the known ones."""
+    register(monkeypatch)
+    assert benchmark.policy_settings("h2o,random") == {
+        "h2o": dict(policy="h2o"),
+        "random": dict(policy="random"),
+    }
+    with pytest.raises(ValueError, match="unknown policy 'lru'; known: all, epikv, .*, snapkv"):
+        benchmark.policy_settings("random,lru")
+
+
+def test_a_policy_is_timed_beside_streaming(monkeypatch):
+    """1,024 steps in 16 rounds; the ratio of the sums, each to streaming in the same moment.
+
+    A clock that slows down: the n-th run of anything takes n seconds a step, epikv 10 % more.
+    """
+    runs = []
+
+    class Decoder:
+        def __init__(self, model, prompt, config):
+            self.config = config
+            self.engine = types.SimpleNamespace(cache=types.SimpleNamespace(config=config))
+
+        def run(self, n_steps):
+            runs.append((self.config.policy, n_steps))
+            return len(runs) * (1.1 if self.config.policy == "epikv" else 1.0)
+
+    monkeypatch.setattr(benchmark, "Decoder", Decoder)
+    monkeypatch.setattr(benchmark, "make_prompt", lambda model, n_tokens: [1] * n_tokens)
+    monkeypatch.setattr(benchmark, "mean_occupancy", lambda cache: torch.tensor(0.75))
+    table = benchmark.compare_policies(None, 64, {"epikv": dict(policy="epikv")})
+    assert sum(n for policy, n in runs if policy == "epikv") == 1024
+    # A round is streaming twice, then streaming and epikv: runs 4r + 3 and 4r + 4 of 16 rounds.
+    beside, own = sum(range(3, 64, 4)), sum(range(4, 65, 4))
+    assert table["epikv"]["time_over_streaming"] == pytest.approx(1.1 * own / beside)
+    assert table["epikv"]["mean_occupancy"] == 0.75 and table["epikv"]["slot_map"] == "shared"
+
+
+@pytest.mark.parametrize(
+    "policies, words", [("lru", "unknown policy 'lru'"), ("lag-kv", "budget 3 is smaller than")]
+)
+def test_bad_policies_are_told_before_the_model_is_loaded(monkeypatch, capsys, policies, words):
+    """Though the checkpoint is not there either."""
+    register(monkeypatch)
+    command = ["benchmark.py", "--checkpoint", "/nowhere", "--budget", "3", "--policies", policies]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as exit:
+        benchmark.main()
+    assert exit.value.code == 2 and words in capsys.readouterr().err
+
+
 def run_benchmark(monkeypatch, tmp_path, parts):
     """Run main() on a tiny checkpoint, with the parts that take long replaced; returns its file."""
     checkpoint = tmp_path / "tiny-model"
@@ -1045,6 +1116,7 @@ def run_benchmark(monkeypatch, tmp_path, parts):
     output = tmp_path / "result.json"
     command = ["benchmark.py", "--checkpoint", checkpoint, "--parts", parts, "--output", output]
     monkeypatch.setattr(sys, "argv", [*map(str, command), "--budget", "32"])
+    register(monkeypatch)  # as main() does, but for the time of the test
     monkeypatch.setattr(benchmark, "memory_bandwidth", lambda device: 5e9)
     monkeypatch.setattr(benchmark, "compare_policies", lambda *args: {"epikv": {"ms": 1.0}})
     monkeypatch.setattr(benchmark, "compare_lengths", lambda *args: {"token 1,000": {"ms": 2.0}})

@@ -1,23 +1,28 @@
 """One row of the cache and every policy once more: slow, obvious, in plain lists and floats.
 
 Written from the formulas of the method, for the tests to compare `epikv.py` with. A token is a dict
-of its position and its score; nothing is ever overwritten in place.
+of its position, its score, the size of its value and whether it is beyond its block's quota; a map
+is the list of tokens that a head holds, or all heads together. Nothing is ever overwritten in
+place, but for the score of a token whose block is complete.
 """
 
 import math
 
 EPSILON = 1e-6
+HISTORY = 1024  # complete blocks that `epikv-seg` ranks
+WITHIN = math.inf  # in place of a block: the token is within its block's quota
 
 # The blocks of band A and band B in a model of 32 blocks.
 BANDS = {
     "epikv": ([10], [21]),
     "epikv-smooth": ([10], [21]),
     "epikv-raw": ([10], [21]),
+    "epikv-seg": ([10], [21]),
     "epikv-band": ([7, 8, 9, 10, 11, 12, 13], [18, 19, 20, 21, 22, 23, 24, 25]),
-    "streaming": (),
-    "random": (),
-    "full": (),
 }
+
+# Blocks that must be among the recent tokens.
+BLOCKS = {"lag-kv": 2, "epikv-seg": 1}
 
 
 def scaled(band, n_layers):
@@ -27,6 +32,23 @@ def scaled(band, n_layers):
 
 def mean(values):
     return sum(values) / len(values)
+
+
+def variance(values):
+    """Sample variance."""
+    middle = mean(values)
+    return sum((value - middle) ** 2 for value in values) / (len(values) - 1)
+
+
+def norm(values):
+    return math.sqrt(sum(value * value for value in values))
+
+
+STATISTICS = {
+    "range": lambda values: max(values) - min(values),
+    "var": variance,
+    "norm": norm,
+}
 
 
 def zscore(values):
@@ -51,8 +73,25 @@ def hash_uniform(*keys):
     return (state // 2**9 + 0.5) / 2**23
 
 
+def each_head(function, *vectors):
+    """`function` of the vectors [layer][head] of a token, as [layer][head]."""
+    return [
+        [function(*of_head) for of_head in zip(*of_layer, strict=True)]
+        for of_layer in zip(*vectors, strict=True)
+    ]
+
+
+def over_heads(numbers):
+    """The mean of numbers [layer][head]."""
+    return mean([number for layer in numbers for number in layer])
+
+
 class TwinRow:
-    """A row that holds at most `budget` tokens. `bands`: named blocks, else the policy's scaled."""
+    """A row that holds at most `budget` tokens. `bands`: named blocks, else the policy's scaled.
+
+    A token comes as its residuals, a list of floats for each block that counts, and where they
+    matter its keys and values, a list of floats for each head of each layer.
+    """
 
     def __init__(
         self,
@@ -64,60 +103,152 @@ class TwinRow:
         window=64,
         seed=0,
         n_layers=32,
+        n_heads=1,
         bands=None,
         n_prompt=0,
+        lag=None,
+        lag_reference="next",
+        quotas=None,
+        value_reserve=0,
+        value_statistic="range",
+        slot_map="shared",
     ):
         self.policy = policy
         self.budget = budget
-        self.recent = min(128, budget // 4) if recent is None else recent
+        n_blocks = BLOCKS.get(policy, 0)
+        self.lag = (min(128, budget // 8) if lag is None else lag) if n_blocks else 0
+        quarter = min(128, budget // 4)
+        self.recent = max(quarter, n_blocks * self.lag) if recent is None else recent
         self.window = window
         self.seed = seed
-        self.bands = bands or [scaled(band, n_layers) for band in BANDS[policy]]
+        self.bands = bands or [scaled(band, n_layers) for band in BANDS.get(policy, ())]
+        self.lag_reference = lag_reference
+        self.quotas = quotas or (self.lag // 2, self.lag // 4, self.lag // 16)
+        self.value_reserve = value_reserve
+        self.value_statistic = STATISTICS[value_statistic]
         self.protected = sinks
-        if n_prompt <= budget // 2 and n_prompt <= budget - self.recent - 1:
+        if n_prompt <= budget // 2 and n_prompt <= budget - self.recent - value_reserve - 1:
             self.protected = max(sinks, n_prompt)
-        self.tokens = []
+
+        heads = [(layer, head) for layer in range(n_layers) for head in range(n_heads)]
+        self.maps = {head: [] for head in (heads if slot_map == "head" else ["shared"])}
+
         self.residuals = None  # of the token before
         self.changes = [[] for _ in self.bands]  # of every token that has one
         self.flat = []  # the unsmoothed scores of the same tokens
+        self.variances = []  # of the keys or values of every token
+        self.block_variances = []  # of the keys of every complete block
+        self.directions = None  # [layer][head], the sum of all normalised keys
+        self.last = []  # keys and values of the last two blocks and the one that is growing
 
-    def append(self, position, residuals):
-        """Decode the token at `position`. Returns the position of its victim, None without one.
+    @property
+    def tokens(self):
+        """What the one map of all heads holds."""
+        return self.maps["shared"]
 
-        residuals: the residual, a list of floats, after each block that counts.
+    def append(self, position, residuals, keys=None, values=None):
+        """Decode the token at `position`. Returns the victim's position, None without one.
+
+        Where each head has its own map, the victims' positions [layer][head].
         """
-        victim = None
-        if len(self.tokens) == self.budget and self.policy != "full":
-            victim = self.worst(newest=position)
-            self.tokens.remove(victim)
-        self.tokens.append({"position": position, "score": self.score(position, residuals)})
-        return None if victim is None else victim["position"]
+        victims = {}
+        for head, tokens in self.maps.items():
+            if len(tokens) == self.budget and self.policy != "full":
+                victim = self.worst(tokens, newest=position)
+                tokens.remove(victim)
+                victims[head] = victim["position"]
+        self.enter(position, residuals, keys, values)
+        if not victims:
+            return None
+        if "shared" in victims:
+            return victims["shared"]
+        layers = sorted({layer for layer, _ in victims})
+        return [[p for (of, _), p in sorted(victims.items()) if of == layer] for layer in layers]
 
-    def admit(self, position, chunk):
+    def admit(self, position, residuals, keys=None, values=None):
         """Take prompt tokens, the first at `position`; then the worst go until the budget holds."""
-        for residuals in chunk:
-            self.tokens.append({"position": position, "score": self.score(position, residuals)})
+        nothing = [None] * len(residuals)
+        for token in zip(residuals, keys or nothing, values or nothing, strict=True):
+            self.enter(position, *token)
             position += 1
-        while len(self.tokens) > self.budget and self.policy != "full":
-            self.tokens.remove(self.worst(newest=position - 1))
+        for tokens in self.maps.values():
+            while len(tokens) > self.budget and self.policy != "full":
+                tokens.remove(self.worst(tokens, newest=position - 1))
 
-    def worst(self, newest):
-        """The lowest score of the tokens that may go, the oldest of equal ones."""
+    def worst(self, tokens, newest):
+        """The lowest score of the tokens that may go, the oldest of equal ones.
+
+        Before all others those beyond their block's quota, the oldest block's first.
+        """
         candidates = [
             token
-            for token in self.tokens
+            for token in tokens
             if token["position"] >= self.protected
             and token["position"] <= newest - self.recent
             and token["position"] != newest
         ]
-        return min(candidates, key=lambda token: (token["score"], token["position"]))
+        if self.value_reserve:
+            candidates.sort(key=lambda token: (token["size"], token["position"]))
+            candidates = candidates[: -self.value_reserve]
+        return min(candidates, key=lambda t: (t["beyond"], t["score"], t["position"]))
 
-    def score(self, position, residuals):
-        if self.policy in ("streaming", "full"):
-            return 0.0
-        if self.policy == "random":
-            return hash_uniform(self.seed, position)
+    def enter(self, position, residuals, keys, values):
+        """Score a token, put it into every map, and end its block if it is the last one there."""
+        score = self.score(position, residuals, keys, values)
+        size = each_head(self.value_statistic, values) if self.value_reserve else 0.0
+        for head, tokens in self.maps.items():
+            entry = {"position": position, "beyond": WITHIN}
+            entry["score"] = self.on_map(score, head)
+            entry["size"] = self.on_map(size, head)
+            tokens.append(entry)
+        if self.lag:
+            self.last.append((keys, values))
+            if (position + 1) % self.lag == 0:
+                self.end_block(position // self.lag)
+                self.last = self.last[-2 * self.lag :]
 
+    @staticmethod
+    def on_map(numbers, head):
+        """A number of the token, or numbers [layer][head] of it, for the map of `head`."""
+        if not isinstance(numbers, list):
+            return numbers
+        if head == "shared":
+            return over_heads(numbers)
+        return numbers[head[0]][head[1]]
+
+    def score(self, position, residuals, keys, values):
+        """A number, or [layer][head]."""
+        match self.policy:
+            case "streaming" | "full" | "lag-kv":  # lag-kv: until its block is scored
+                return 0.0
+            case "random":
+                return hash_uniform(self.seed, position)
+            case "k-norm":
+                return each_head(lambda key: -norm(key), keys)
+            case "key-diff":
+                return self.score_direction(keys)
+            case "key-var" | "value-var":
+                vectors = keys if self.policy == "key-var" else values
+                self.variances.append(over_heads(each_head(variance, vectors)))
+                return mean(self.variances[-self.window :])
+        return self.score_change(position, residuals)
+
+    def score_direction(self, keys):
+        """Minus the cosine of each key to the mean of all normalised keys so far.
+
+        The sum of them points where their mean does.
+        """
+        unit = each_head(lambda key: [x / norm(key) for x in key], keys)
+        total = self.directions or each_head(lambda key: [0.0] * len(key), keys)
+        total = each_head(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], total, unit)
+        self.directions = total
+
+        def minus_cosine(a, b):
+            return -sum(x * y for x, y in zip(a, b, strict=True)) / (norm(a) * norm(b))
+
+        return each_head(minus_cosine, unit, total)
+
+    def score_change(self, position, residuals):
         before, self.residuals = self.residuals, residuals
         if position == 0:
             return 0.0  # no token before it, no change
@@ -129,7 +260,67 @@ class TwinRow:
         if self.policy == "epikv-band":
             return 1.29 * zscore(a) - zscore(b)
         flat = zscore(a) - zscore(b)
-        if self.policy == "epikv":
+        if self.policy in ("epikv", "epikv-seg"):
             return flat
         self.flat.append(flat)
         return mean(self.flat[-self.window :])
+
+    def end_block(self, block):
+        """Block `block`, counted from 0, is complete."""
+        if self.policy == "epikv-seg":
+            self.decide_tier(block)
+        elif self.lag_reference == "previous":
+            mine = self.last[-self.lag :]
+            before = self.last[-2 * self.lag : -self.lag] if block > 0 else mine
+            self.score_block(block, mine, before)
+        elif block > 0:
+            self.score_block(
+                block - 1, self.last[-2 * self.lag : -self.lag], self.last[-self.lag :]
+            )
+
+    def decide_tier(self, block):
+        """Mark the tokens of the block that are beyond the quota of its tier."""
+        keys = [keys for keys, _ in self.last[-self.lag :]]
+        statistic = mean([over_heads(each_head(variance, of_token)) for of_token in keys])
+        self.block_variances.append(statistic)
+        ranked = sorted(self.block_variances[-HISTORY:])
+        if statistic >= ranked[2 * len(ranked) // 3]:
+            quota = self.quotas[0]
+        elif statistic >= ranked[len(ranked) // 3]:
+            quota = self.quotas[1]
+        else:
+            quota = self.quotas[2]
+        mine = self.of_block(self.tokens, block)
+        mine.sort(key=lambda token: (token["score"], token["position"]))
+        for token in mine[: self.lag - quota]:
+            token["beyond"] = block
+
+    def score_block(self, block, contents, reference):
+        """Standard deviations of its keys and values, in the range that `reference` spans."""
+        for i, (keys, values) in enumerate(contents):
+            of_keys = self.deviations(keys, [keys for keys, _ in reference])
+            of_values = self.deviations(values, [values for _, values in reference])
+            score = each_head(lambda a, b: a + b, of_keys, of_values)
+            for head, tokens in self.maps.items():
+                self.of_block(tokens, block)[i]["score"] = self.on_map(score, head)
+
+    @staticmethod
+    def deviations(vectors, references):
+        """[layer][head] of a token, by the lowest and highest of `references` in each channel."""
+
+        def deviation(vector, *others):
+            scaled = []
+            for channel, x in enumerate(vector):
+                column = [other[channel] for other in others]
+                low, high = min(column), max(column)
+                scaled.append((x - low) / (high - low + 1e-9))
+            return math.sqrt(variance(scaled))
+
+        return each_head(deviation, vectors, *references)
+
+    def of_block(self, tokens, block):
+        """The tokens of a complete block, which are all still there."""
+        first = block * self.lag
+        mine = [token for token in tokens if first <= token["position"] < first + self.lag]
+        assert [token["position"] for token in mine] == list(range(first, first + self.lag))
+        return mine
