@@ -59,12 +59,12 @@ class EvictionConfig:
     quotas: tokens of a block that `epikv-seg` spares first, for the blocks of highest, middle and
         lowest key variance. None means lag // 2, lag // 4, lag // 16.
     value_reserve: of the evictable tokens, as many of the largest values are spared, chosen again
-        at each eviction; with any policy. Try 8 to 64.
+        at each eviction; with any policy. Try 8 to 64, in a budget of several times as many.
     value_statistic: what is large in a value: "range" (max - min), "var" or "norm" over its
         channels, meaned over layers and heads.
     slot_map: "shared" lets all layers and heads forget the same token; "layer" and "head" let each
-        choose for itself, where the policy's score differs between them. None means the policy's
-        own, the first of its `slot_maps`.
+        choose for itself, where the policy has scores for them (its `slot_maps`). None means the
+        first of those.
 
     Raises ValueError, in one line, for a combination that cannot work.
     """
@@ -123,6 +123,7 @@ class EvictionConfig:
             raise ValueError(
                 f"policy {self.policy!r} has no slot map {self.slot_map!r}; known: {known}"
             )
+        policy.check(self)
 
     def check_lag(self, policy: type["Policy"]) -> None:
         if self.lag_reference not in ("next", "previous"):
@@ -136,8 +137,8 @@ class EvictionConfig:
         if self.lag is None:
             object.__setattr__(self, "lag", max(1, min(128, self.budget // 8)))
             return
-        most = (self.budget - self.sinks - 1) // max(1, policy.blocks)
-        if not 1 <= self.lag <= max(1, most):
+        most = max(1, (self.budget - self.sinks - 1) // max(1, policy.blocks))
+        if not 1 <= self.lag <= most:
             raise ValueError(f"lag must be from 1 to {most} in this budget, got {self.lag}")
 
     def check_quotas(self, policy: type["Policy"]) -> None:
@@ -149,19 +150,19 @@ class EvictionConfig:
             object.__setattr__(self, "quotas", (self.lag // 2, self.lag // 4, self.lag // 16))
         descending = sorted(self.quotas, reverse=True)
         if len(self.quotas) != 3 or list(self.quotas) != descending:
-            raise ValueError(f"quotas must be three numbers that descend, got {self.quotas}")
+            raise ValueError(f"quotas must be three numbers that do not ascend, got {self.quotas}")
         if not 0 <= self.quotas[2] <= self.quotas[0] <= self.lag:
             raise ValueError(f"quotas must be from 0 to lag {self.lag}, got {self.quotas}")
 
     def check_value_reserve(self) -> None:
+        if self.value_reserve and self.policy == "full":
+            raise ValueError("policy 'full' forgets nothing; drop value_reserve")
         evictable = self.budget - self.sinks - self.recent
         if not 0 <= self.value_reserve < evictable:
             raise ValueError(
                 f"value_reserve must be from 0 to {evictable - 1}, one below the {evictable} slots"
                 f" that are neither sinks nor recent, got {self.value_reserve}"
             )
-        if self.value_reserve and self.policy == "full":
-            raise ValueError("policy 'full' forgets nothing; drop value_reserve")
         if self.value_statistic not in VALUE_STATISTICS:
             known = ", ".join(VALUE_STATISTICS)
             raise ValueError(f"unknown value_statistic {self.value_statistic!r}; known: {known}")
@@ -328,6 +329,10 @@ class Policy(nn.Module):
         return max(min(128, config.budget // 4), cls.blocks * (config.lag or 0))
 
     @classmethod
+    def check(cls, config: EvictionConfig) -> None:
+        """Raise ValueError for a complete configuration that does not go with this policy."""
+
+    @classmethod
     def cache_type(cls) -> type["SlotCache"]:
         """The kind of cache it works with."""
         return SlotCache
@@ -405,12 +410,16 @@ class EpiKVSeg(EpiKV):
     to it (of the last `HISTORY`) has the first, second or third quota. Tokens beyond their block's
     quota go first, the oldest block's before others', the lowest score first; when there are none,
     the plain lowest score goes. So the cache stays full, unlike the reference code's.
+
+    Which tokens are beyond is settled when their block completes: from then on they leave in that
+    order and the others do not, until there are none. So their score becomes their number in the
+    queue of all such tokens, counted from below any score, and the cache needs to know nothing.
     """
 
     has_lag = has_quotas = True
     blocks = 1
     HISTORY = 1024
-    LINE = -(2**24)  # below any z-score; numbers of a line that starts here are exact in float32
+    QUEUE = -(2**24)  # below any score; numbers of a queue that starts here are exact in float32
 
     def __init__(self, config: EvictionConfig, shape: CacheShape):
         super().__init__(config, shape)
@@ -436,12 +445,11 @@ class EpiKVSeg(EpiKV):
         score = last.score[:, 0, 0]  # [B, lag]
         lowest_first = score.argsort(dim=1, stable=True)  # of equals the older first
         rank = lowest_first.argsort(dim=1)
-        # The number in the line of those that go first, oldest block first.
-        return torch.where(rank < lag - quota, self.LINE + block * lag + rank, score)
+        return torch.where(rank < lag - quota, self.QUEUE + block * lag + rank, score)
 
 
 class KeyVariance(Policy):
-    """Rolling mean of the key's variance over its channels, meaned over layers and heads."""
+    """Rolling mean of the key's sample variance over channels, meaned over layers and heads."""
 
     reads_kv = True
 
@@ -458,7 +466,7 @@ class KeyVariance(Policy):
 
 
 class ValueVariance(KeyVariance):
-    """Rolling mean of the value's variance over its channels, meaned over layers and heads."""
+    """Rolling mean of the value's sample variance over channels, meaned over layers and heads."""
 
     def score(self, tokens: Tokens) -> Tensor:
         return self.rolling_variance(tokens.v, tokens.position)
@@ -501,9 +509,10 @@ class LagKV(Policy):
     """Standard deviation over channels of key and value, normalised by a neighbouring block.
 
     LagKV (arXiv:2504.04704): in each head and channel, a block's keys and values are scaled to the
-    minimum and maximum of the next block, or of the previous one (then block 0 takes its own). The
-    paper ranks within each block after a softmax; here all blocks compete by the sum of the two
-    deviations, which is the same whether a block is scored online or at the end of the text.
+    minimum and maximum of the next block, or of the previous one (then block 0 takes its own).
+    Blocks count from position 0, sinks included. The paper ranks within each block after a softmax;
+    here all blocks compete by the sum of the two deviations, which is the same whether a block is
+    scored online or at the end of the text.
     """
 
     slot_maps = ("shared", "head")
@@ -649,7 +658,8 @@ class SlotCache(nn.Module):
     def protect_prompt(self, n_tokens: int) -> None:
         """Never evict the first `n_tokens`, if they fit in half the budget and leave a free choice.
 
-        A longer prompt competes like any other tokens, its sinks excepted.
+        That is a token more than the recent ones and the value reserve. A longer prompt competes
+        like any other tokens, its sinks excepted.
         """
         config = self.config
         free = config.budget - config.recent - config.value_reserve - 1
@@ -760,8 +770,11 @@ class SlotCache(nn.Module):
         A NaN becomes the lowest number, as it compares with nothing and would pin its slot;
         infinities become the largest numbers, as protected and empty slots have them.
         """
+        if score.dim() not in (2, 4):
+            found, wanted = list(score.shape), "[B, T] or [B, L, H_kv, T]"
+            raise ValueError(f"policy {self.config.policy!r} scores {found}, wanted is {wanted}")
         score = over_map(score) if score.dim() == 2 else score
-        score = shared_mean(score, self.map_sizes).to(self.score.dtype)
+        score = shared_mean(score.to(self.score.dtype), self.map_sizes)
         score = torch.nan_to_num(score, nan=torch.finfo(score.dtype).min)
         return score.expand(-1, *self.map_sizes, -1)
 
@@ -777,7 +790,7 @@ class SlotCache(nn.Module):
         n_tokens = k[0].shape[2]
         first = (self.length - n_tokens) // self.block + 1
         for i in range(n_tokens // self.block + 1):  # as many blocks may end among them
-            kv = (
+            kv = (  # one layer at a time, so that there is no second copy of the whole cache
                 (torch.cat([layer.k, new_k], dim=2), torch.cat([layer.v, new_v], dim=2))
                 for layer, new_k, new_v in zip(self.layers, k, v, strict=True)
             )
@@ -842,18 +855,25 @@ class SlotCache(nn.Module):
     def best(self, position: Tensor, score: Tensor, value_size: Tensor) -> Tensor:
         """The S of N tokens [B, l, h, N] to keep, oldest first, empty slots last: [B, l, h, S].
 
-        Protected tokens rank at +inf and empty slots at -inf. The protected ones always fit: see
-        EvictionConfig and `protect_prompt`.
+        What may not go always fits: see EvictionConfig and `protect_prompt`.
         """
         evictable = self.evictable(position, value_size, self.length - 1)
-        score = torch.where(evictable, score, torch.inf)
-        score = torch.where(position == NO_POSITION, -torch.inf, score)
-        newest_first = position.argsort(dim=-1, descending=True)
-        best_first = score.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
-        kept = newest_first.gather(-1, best_first)[..., : self.config.budget]
+        kept = best_first(position, score, evictable)[..., : self.config.budget]
         kept_position = position.gather(-1, kept)
         by_age = torch.where(kept_position == NO_POSITION, FAR, kept_position).argsort(dim=-1)
         return kept.gather(-1, by_age)
+
+
+def best_first(position: Tensor, score: Tensor, evictable: Tensor) -> Tensor:
+    """Order [B, l, h, N] of tokens: those that may not go, by score, then the empty slots.
+
+    Of equal ones the newer first.
+    """
+    score = torch.where(evictable, score, torch.inf)
+    score = torch.where(position == NO_POSITION, -torch.inf, score)
+    newest_first = position.argsort(dim=-1, descending=True)
+    by_score = score.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
+    return newest_first.gather(-1, by_score)
 
 
 def over_map(x: Tensor) -> Tensor:

@@ -761,7 +761,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--ignore-eos", action="store_true", help="go on after the end of the text")
     add = parser.add_argument_group("output").add_argument
     add("--stats", choices=("text", "json"), default="text", help="form of the statistics")
-    add("--show-kept", action="store_true", help="mark the tokens that are still in the cache")
+    add("--show-kept", action="store_true", help="put what is still in the cache in brackets")
     return parser.parse_args(argv)
 
 

@@ -312,8 +312,9 @@ def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, n_cache
 
 
 def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) in at least float32, which SDPA does not return. [B, H_kv, Q, N]
+    """softmax(q k^T / sqrt(D)), which SDPA does not return. [B, H_kv, Q, N] at least float32
 
+    The product is in the model's own type, since the keys must not be copied into another.
     q [B, H_kv, Q, D]; k [B, H_kv, N, D]; mask, True where a query may look, broadcasts.
     """
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
@@ -466,7 +467,7 @@ class Transformer(nn.Module):
             raise ValueError(
                 f"no memory for a cache of {config.budget} slots in {batch_size} rows;"
                 f" lower the budget or the rows ({one_line(error)})"
-            ) from None
+            ) from error
 
 
 def find_device(name: str | None) -> torch.device:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eviction policies that read attention weights: the baselines of the field, in the same cache.
 
-    from baselines import BASELINES
-    POLICIES.update(BASELINES)  # then "h2o", "tova", ... are policies like any other
+    from baselines import BASELINES  # with scripts/ in the path
+    from epikv import POLICIES
+
+    POLICIES.update(BASELINES)  # then generate(model, prompt, policy="h2o", budget=1024)
 
 Each follows its own paper; `-reference` names the version in the code of EpiKV's authors where that
 differs. They hold the same budget under the same rules as every policy: true positions, sinks, and
@@ -35,12 +37,13 @@ from epikv import (  # noqa: E402
     RollingWindow,
     SlotCache,
     Tokens,
+    best_first,
     over_map,
     rolling_zscore,
     shared_mean,
     upcast,
 )
-from model import Transformer, attention_weights  # noqa: E402
+from model import Transformer, attention_weights, one_line  # noqa: E402
 
 OBSERVED_QUERIES = 64  # prompt tokens whose attention weights are held at once
 
@@ -51,8 +54,9 @@ OBSERVED_QUERIES = 64  # prompt tokens whose attention weights are held at once
 class ObservedLayer(LayerCache):
     """Keys and values of one layer, with the attention that the tokens received.
 
-    Buffers: row [B, H_kv, S], the last query's weights; near [B], slots with at least 1 % of the
-    largest weight of their head. Both are means over the query heads that share a key-value head.
+    Buffers: row [B, H_kv, S], the last query's weights, means over the query heads that share a
+    key-value head; near [B], for ThinKV, how many slots have at least 1 % of the largest weight of
+    their query head, a mean over all of those.
     prompt_rows: [B, H_kv, m, N] of a prompt chunk on its way into the cache, None otherwise.
     """
 
@@ -69,8 +73,9 @@ class ObservedLayer(LayerCache):
     def observe(self, weights: Tensor) -> None:
         """Take note of one query's weights [B, H_kv, G, P] over the first P slots."""
         self.row[..., : weights.shape[-1]].copy_(weights.mean(dim=2))
-        near = weights >= 0.01 * weights.amax(dim=-1, keepdim=True)
-        self.near.copy_(near.to(self.near.dtype).sum(dim=-1).mean(dim=(1, 2)))
+        if self.policy.reads_sparsity:
+            near = weights >= 0.01 * weights.amax(dim=-1, keepdim=True)
+            self.near.copy_(near.to(self.near.dtype).sum(dim=-1).mean(dim=(1, 2)))
 
     def observe_prompt(self, q: Tensor, k: Tensor) -> None:
         """Take note of a chunk's queries q [B, H, T, D], which looked at k [B, H_kv, N, D].
@@ -149,6 +154,7 @@ class AttentionPolicy(Policy):
     accumulates = False
     counts_prompt = True
     keeps_prompt = False
+    reads_sparsity = False
 
     def score(self, tokens: Tokens) -> Tensor:
         return torch.zeros_like(tokens.position, dtype=torch.float32)
@@ -264,6 +270,38 @@ class AttentionCache(SlotCache):
         return kept
 
 
+class FreeingPolicy(AttentionPolicy):
+    """An attention policy that empties slots when a block of `lag` tokens ends.
+
+    A subclass writes `released`, and `rank` if that needs scores.
+    """
+
+    has_lag = True
+
+    def __init__(self, config: EvictionConfig, shape: CacheShape):
+        super().__init__(config, shape)
+        self.lag = config.lag
+
+    def rank(self, held: Observed) -> Tensor:
+        return held.score
+
+    def released(self, held: Observed, evictable: Tensor) -> Tensor:
+        """Tokens [B, l, h, S] to free; those that are not evictable stay in any case."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, config: EvictionConfig) -> None:
+        if config.budget < config.sinks + config.recent + config.lag:
+            raise ValueError(
+                f"budget {config.budget} is smaller than sinks {config.sinks} + recent"
+                f" {config.recent} + lag {config.lag}, the room that is freed: lower lag"
+            )
+
+    @classmethod
+    def cache_type(cls) -> type[SlotCache]:
+        return FreeingCache
+
+
 class FreeingCache(AttentionCache):
     """An attention cache that empties slots at the ends of blocks, by the policy's `released`.
 
@@ -283,7 +321,7 @@ class FreeingCache(AttentionCache):
         super().rank_slots()
         self.score.copy_(torch.where(over_map(due[:, None]), self.score, before))
         evictable = self.evictable(self.position, self.value_size, self.length - 1)
-        released = self.policy.released(self.observed(), evictable, due)
+        released = self.policy.released(self.observed(), evictable)
         released = released & evictable & over_map(due[:, None])
         self.position.masked_fill_(released, NO_POSITION)
         self.rows.masked_fill_(released[:, :, :, None].expand_as(self.rows), 0)
@@ -322,7 +360,7 @@ class H2O(AttentionPolicy):
 
 
 class H2OReference(H2O):
-    """One slot map, decode queries only, the last min(128, budget - 4) tokens kept."""
+    """One slot map, decode queries only, the last 128 tokens kept, or all that the budget holds."""
 
     slot_maps = ("shared",)
     counts_prompt = False
@@ -346,24 +384,23 @@ class RaaS(AttentionPolicy):
 
     RaaS (arXiv:2502.11147): pages of 16 tokens, of which the page of the oldest stamp goes, here
     token by token; the prompt stays. A page's weight is the largest of its tokens' (the paper's
-    system estimates it from a representative key). That each layer keeps stamps of its own is our
-    reading of the paper.
+    system estimates it from a representative key). That each layer keeps stamps of its own, and
+    that half of the tokens are renewed and not those above a weight of 1e-4, is our reading of it.
     """
 
     slot_maps = ("layer", "shared")
     keeps_prompt = True
     page = 16
-    PAGES = 8192  # pages told apart by number modulo this: texts of 131,072 tokens
 
     def score(self, tokens: Tokens) -> Tensor:
         return tokens.position.float()
 
     def rank(self, held: Observed) -> Tensor:
         weight = held.shared_rows[..., 0, :]
-        if self.page > 1:
-            page = held.position // self.page % self.PAGES
-            largest = weight.new_zeros(*weight.shape[:3], self.PAGES)
-            weight = largest.scatter_reduce(-1, page, weight, "amax").gather(-1, page)
+        page = held.position // self.page
+        first = torch.searchsorted(page.sort(dim=-1).values, page)  # a number for each page held
+        largest = torch.zeros_like(weight).scatter_reduce(-1, first, weight, "amax")
+        weight = largest.gather(-1, first)
         decoded = held.decoded
         ranked = torch.where(decoded, weight, -torch.inf).sort(dim=-1, descending=True).values
         last = self.n_renewed(decoded.sum(dim=-1, keepdim=True)) - 1
@@ -394,7 +431,8 @@ class SnapKV(AttentionPolicy):
     """Attention of the last 32 queries, summed and then max-pooled over 7 neighbours.
 
     SnapKV (arXiv:2404.14469) at decode: each layer and head for itself, the window of 32 kept.
-    Neighbours are those among the tokens still held.
+    Neighbours are those among the tokens still held, the window's own included (which published
+    code leaves out before it pools).
     """
 
     n_rows = 32
@@ -426,7 +464,10 @@ class LongFlow(AttentionPolicy):
 
 
 class LongFlowReference(LongFlow):
-    """One slot map, the product of the two means instead of the mean of products."""
+    """One slot map, the product of the two means instead of the mean of products.
+
+    The authors' may evict the token just written, which no policy does here.
+    """
 
     slot_maps = ("shared",)
 
@@ -468,17 +509,19 @@ def scaled_over(x: Tensor, counts: Tensor) -> Tensor:
     return torch.where(counts, (x - low) / (high - low + 1e-9), 0)
 
 
-class RKV(AttentionPolicy):
+class RKV(FreeingPolicy):
     """0.1 x importance - 0.9 x redundancy; a full buffer of new tokens is compressed away.
 
     R-KV (arXiv:2505.24133): importance is the mean attention of the last 8 queries, max-pooled over
     7 neighbours; redundancy the softmax of a key's mean cosine similarity to the others, where of
     each key's near-duplicates (above 0.5, as in the authors' code) the latest does not count. Each
     layer and head keeps budget - lag tokens when a block of `lag` is complete: the buffer is part
-    of the budget. The paper's buffer is 128, which `lag` is from a budget of 1,024 on.
+    of the budget. The paper's buffer is 128, which `lag` is from a budget of 1,024 on. Weights are
+    those over all tokens held, means over the query heads of a head, and the pooling sees the last
+    8 tokens too; published code leaves these out before the softmax.
     """
 
-    has_lag = True
+    slot_maps = ("head", "layer", "shared")
     n_rows = 8
     kernel = 7
     share = 0.1
@@ -500,27 +543,13 @@ class RKV(AttentionPolicy):
         mean = torch.where(position == NO_POSITION, -torch.inf, mean)
         return shared_mean(mean.softmax(dim=-1), held.map_sizes)
 
-    def released(self, held: Observed, evictable: Tensor, due: Tensor) -> Tensor:
-        """Tokens [B, l, h, S] that do not stay: all but the best S - lag."""
-        lag = self.lag
-        score = torch.where(evictable, held.score, torch.inf)
-        score = torch.where(held.position == NO_POSITION, -torch.inf, score)
-        newest_first = held.position.argsort(dim=-1, descending=True)
-        best_first = score.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
-        order = newest_first.gather(-1, best_first)
-        return torch.zeros_like(evictable).scatter(-1, order[..., -lag:], True)
-
-    def __init__(self, config: EvictionConfig, shape: CacheShape):
-        super().__init__(config, shape)
-        self.lag = config.lag
+    def released(self, held: Observed, evictable: Tensor) -> Tensor:
+        order = best_first(held.position, held.score, evictable)
+        return torch.zeros_like(evictable).scatter(-1, order[..., -self.lag :], True)
 
     @classmethod
     def default_recent(cls, config: EvictionConfig) -> int:
         return 8
-
-    @classmethod
-    def cache_type(cls) -> type[SlotCache]:
-        return FreeingCache
 
 
 def latest_spared(key: Tensor, position: Tensor, threshold: float) -> Tensor:
@@ -533,9 +562,10 @@ def latest_spared(key: Tensor, position: Tensor, threshold: float) -> Tensor:
     there = position != NO_POSITION
     index = torch.arange(key.shape[2], device=key.device)
     total = torch.zeros_like(position, dtype=key.dtype)
-    for part in index.split(512):
+    for start in range(0, key.shape[2], 512):
+        part = slice(start, start + 512)
         cosine = key[:, :, part] @ key.transpose(-1, -2)  # [B, H_kv, n, N]
-        counts = there[:, :, part, None] & there[:, :, None] & (part[:, None] != index)
+        counts = there[:, :, part][..., None] & there[:, :, None] & (index[part][:, None] != index)
         near = counts & (cosine > threshold)
         when = torch.where(near, position[:, :, None], NO_POSITION)
         latest = near & (when == when.amax(dim=-1, keepdim=True))
@@ -575,7 +605,7 @@ def standardised(x: Tensor, counts: Tensor) -> Tensor:
     return (x - mean) / ((square / (n - 1).clamp(min=1)).sqrt() + 1e-8)
 
 
-class ThinKV(AttentionPolicy):
+class ThinKV(FreeingPolicy):
     """Segments of tokens shrink as thoughts change, to the tokens nearest their keys' clusters.
 
     ThinKV (arXiv:2510.01290), the eviction half; its quantisation and its paged kernel are left out
@@ -585,24 +615,26 @@ class ThinKV(AttentionPolicy):
     the `thresholds`, execution below the lower one, reasoning in between (prompts: reasoning).
     At the end of a transition every earlier segment steps down to the next number of `schedule`.
     While less than a segment's room is free, the least important of the segments that can (a
-    transition before an execution before a reasoning), of these the oldest, steps down; when none
-    can, one goes whole, in the same order. Kept are the tokens nearest to the centroids of k-means
-    on the keys after RoPE, of all heads together, each layer for itself.
+    transition before an execution before a reasoning), of these the oldest, steps down. Kept are
+    the tokens nearest to the centroids of k-means on the keys after RoPE, of all heads together,
+    each layer for itself.
+
+    Not as in the paper: a segment is `lag` tokens, 128 from a budget of 1,024 on; when none can
+    step down, a segment goes whole in the same order, as a fixed budget demands; and thresholds
+    found with the full cache are applied to the tokens held.
 
     layers, counted for a model of 32 blocks, and thresholds of sparsity are calibrated, as in the
-    paper; these are the demo model's, from 6 reasoning traces of 700 tokens. For another model run
-    this file and put `calibrated_thinkv` of its output into POLICIES.
+    paper; these are the demo model's, from 6 reasoning traces of DeepSeek-R1-Distill-Llama-8B cut
+    to 700 tokens. For another model run this file and put `calibrated_thinkv` of its output into
+    POLICIES.
     """
 
     slot_maps = ("layer", "shared")
-    has_lag = True
     blocks = 1  # the last segment stays whole
+    reads_sparsity = True
     layers: tuple[float, ...] = (15, 18, 19, 27)
     thresholds = (0.815, 0.893)
     REASONING, EXECUTION, TRANSITION = range(3)
-
-    def rank(self, held: Observed) -> Tensor:
-        return held.score
 
     @classmethod
     def schedule(cls, lag: int) -> list[int]:
@@ -621,6 +653,12 @@ class ThinKV(AttentionPolicy):
         return config.lag
 
     @classmethod
+    def check(cls, config: EvictionConfig) -> None:
+        super().check(config)
+        if config.value_reserve:
+            raise ValueError("policy 'thinkv' chooses by clusters of keys; drop value_reserve")
+
+    @classmethod
     def cache_type(cls) -> type[SlotCache]:
         return ThoughtCache
 
@@ -637,8 +675,6 @@ class ThoughtCache(FreeingCache):
 
     def __init__(self, config: EvictionConfig, shape: CacheShape):
         super().__init__(config, shape)
-        if config.value_reserve:
-            raise ValueError("policy 'thinkv' chooses by clusters of keys; drop value_reserve")
         self.register_buffer("sparsity", torch.zeros(shape.batch_size, dtype=shape.score_dtype))
         self.register_buffer("n_steps", torch.zeros(shape.batch_size, dtype=torch.int64))
         segments = torch.zeros(shape.batch_size, self.SEGMENTS, dtype=torch.int64)
@@ -750,7 +786,7 @@ def nearest_to_centroids(x: Tensor, k: int, n_iterations: int = 10) -> Tensor:
     return torch.stack(taken, dim=1)
 
 
-class ThinKVReference(AttentionPolicy):
+class ThinKVReference(FreeingPolicy):
     """The simplified ThinKV of EpiKV's authors: quotas by the entropy of a block's attention.
 
     When less than a block's room is free, the tokens that may go, in order, form blocks of `lag`.
@@ -760,18 +796,9 @@ class ThinKVReference(AttentionPolicy):
     """
 
     slot_maps = ("shared",)
-    has_lag = True
     blocks = 1
 
-    def __init__(self, config: EvictionConfig, shape: CacheShape):
-        super().__init__(config, shape)
-        self.lag = config.lag
-
-    def rank(self, held: Observed) -> Tensor:
-        return held.score
-
-    def released(self, held: Observed, evictable: Tensor, due: Tensor) -> Tensor:
-        """Tokens [B, 1, 1, S] beyond their block's quota."""
+    def released(self, held: Observed, evictable: Tensor) -> Tensor:
         lag, evictable = self.lag, evictable[:, 0, 0]  # [B, S]
         position = held.position[:, 0, 0]
         n_slots = position.shape[1]
@@ -801,10 +828,6 @@ class ThinKVReference(AttentionPolicy):
     @classmethod
     def default_recent(cls, config: EvictionConfig) -> int:
         return max(min(128, config.budget // 4), config.lag)
-
-    @classmethod
-    def cache_type(cls) -> type[SlotCache]:
-        return FreeingCache
 
 
 BASELINES: dict[str, type[AttentionPolicy]] = {
@@ -904,13 +927,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=900, help="of each trace (default: 900)")
     parser.add_argument("--limit", type=int, default=8, help="traces to read (default: 8)")
     args = parser.parse_args()
-    model = Transformer.from_pretrained(args.checkpoint)
-    texts = []
-    for line in args.traces.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        tokens = model.tokenizer.encode(record["prompt"] + record["trace"])
-        if len(tokens) >= args.tokens:
-            texts.append(tokens[: args.tokens])
+    try:
+        lines = args.traces.read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
+        texts = [record["prompt"] + record["trace"] for record in records]
+        model = Transformer.from_pretrained(args.checkpoint)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"{args.traces}, {args.checkpoint}: {one_line(error)}")
+    texts = [model.tokenizer.encode(text) for text in texts]
+    texts = [tokens[: args.tokens] for tokens in texts if len(tokens) >= args.tokens]
     if not texts:
         parser.error(f"{args.traces}: no trace has {args.tokens} tokens; lower --tokens")
     POLICIES["thinkv"] = ThinKV

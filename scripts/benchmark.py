@@ -37,6 +37,7 @@ from generate import (  # noqa: E402
 )
 from model import Transformer  # noqa: E402
 
+PEER_TOKENS = 32  # that transformers generates a round
 TEXT = "A river begins as a trickle in the hills and grows with every stream that joins it. "
 
 
@@ -62,6 +63,14 @@ class Decoder:
                 self.engine.end_block()
         synchronize(self.engine.model.device)
         return (time.perf_counter() - start) / n_steps
+
+    def occupancy(self) -> float:
+        """Mean share of the slots taken, after each step of a few blocks (of one step without)."""
+        shares = []
+        for _ in range(4 * self.block or 1):
+            self.run(1)
+            shares.append(mean_occupancy(self.engine.cache).item())
+        return statistics.mean(shares)
 
 
 class TokenClock:
@@ -109,7 +118,7 @@ def compare_peers(model: Transformer, checkpoint: Path, budget: int) -> dict:
     """Our saturated decode at `budget` against transformers with as many tokens in its cache."""
     import transformers
 
-    n_new = 32
+    n_new = PEER_TOKENS
     prompt = make_prompt(model, budget - n_new)
     peer = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=model.dtype)
     peer.to(model.device)
@@ -179,24 +188,23 @@ def compare_policies(model: Transformer, budget: int, settings: dict[str, dict])
     times are means over a round for the same reason, and the ratio is that of the sums.
     """
     prompt = make_prompt(model, budget)
-    decoders = {
-        name: Decoder(model, prompt, EvictionConfig(budget, **options))
-        for name, options in ({"streaming": dict(policy="streaming")} | settings).items()
-    }
+    decoders = {}
+    for name, options in ({"streaming": dict(policy="streaming")} | settings).items():
+        print(f"compiling {name}", file=sys.stderr)
+        decoders[name] = Decoder(model, prompt, EvictionConfig(budget, **options))
     seconds = {name: [] for name in decoders}
     beside = {name: [] for name in decoders}  # of streaming, in the same moment
-    occupancy = {name: [] for name in decoders}
-    for _ in range(16):
+    for n in range(16):
+        print(f"round {n + 1} of 16", file=sys.stderr)
         for name, decoder in decoders.items():
             beside[name].append(decoders["streaming"].run(16))
             seconds[name].append(decoder.run(64))
-            occupancy[name].append(mean_occupancy(decoder.engine.cache).item())
     return {
         name: {"slot_map": decoders[name].engine.cache.config.slot_map}
         | row(times)
         | {
             "time_over_streaming": sum(times) / sum(beside[name]),
-            "mean_occupancy": statistics.mean(occupancy[name]),
+            "mean_occupancy": decoders[name].occupancy(),
         }
         for name, times in seconds.items()
     }
@@ -278,12 +286,14 @@ def describe(model: Transformer) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--checkpoint", type=Path, default=ROOT / "models/SmolLM2-135M-Instruct")
-    parser.add_argument("--budget", type=int, default=512)
+    add = parser.add_argument
+    demo = ROOT / "models/SmolLM2-135M-Instruct"
+    add("--checkpoint", type=Path, default=demo, help="local folder (default: the demo model)")
+    add("--budget", type=int, default=512, help="slots (default: 512)")
     # Length first: a process's peak memory only grows, and the peers need more.
-    parser.add_argument("--parts", help="default: length,policies,peers,compile")
-    parser.add_argument("--policies", help="all, or names; alone, the only part (default: epikv)")
-    parser.add_argument("--output", type=Path, default=Path("benchmark.json"))
+    add("--parts", help="default: length,policies,peers,compile; with --policies only policies")
+    add("--policies", help="of the part policies: all, or names with commas (default: epikv)")
+    add("--output", type=Path, default=Path("benchmark.json"), help="default: benchmark.json")
     args = parser.parse_args()
     POLICIES.update(BASELINES)
     try:
@@ -300,10 +310,15 @@ def main() -> None:
     }
     default = "policies" if args.policies else "length,policies,peers,compile"
     names = (args.parts or default).split(",")
+    if "peers" in names and args.budget <= PEER_TOKENS:
+        parser.error(f"the part peers needs a budget above {PEER_TOKENS}, got {args.budget}")
     for name in names:
         if name not in parts:
             parser.error(f"unknown part {name!r}; known: {', '.join(parts)}")
-    model = Transformer.from_pretrained(args.checkpoint)
+    try:
+        model = Transformer.from_pretrained(args.checkpoint)
+    except ValueError as error:
+        parser.error(str(error))
     result = {"machine": {"this machine": describe(model)}}
     print_table(f"budget {args.budget}, {args.checkpoint.name}", result["machine"])
     for name in names:

@@ -162,8 +162,11 @@ MISTAKES = {  # options, and words of the error
         [*PROMPT, "--policy", "lag-kv", "--lag-reference", "last"],
         ["--lag-reference", "'last'", "previous"],
     ),
-    "quotas ascending": ([*SEG, "--quotas", "8,32,64"], ["three numbers that descend", "(8, 32"]),
-    "quotas out of order": ([*SEG, "--quotas", "64,8,32"], ["three numbers that descend"]),
+    "quotas ascending": (
+        [*SEG, "--quotas", "8,32,64"],
+        ["three numbers that do not ascend", "(8, 32"],
+    ),
+    "quotas out of order": ([*SEG, "--quotas", "64,8,32"], ["three numbers that do not ascend"]),
     "two quotas": ([*SEG, "--quotas", "64,32"], ["three numbers", "(64, 32)"]),
     "four quotas": ([*SEG, "--quotas", "64,32,8,4"], ["three numbers"]),
     "quota above the lag": (

@@ -1320,8 +1320,8 @@ def test_load_row_touches_one_row(variant):
         (dict(budget=64, policy="lag-kv", lag_reference="later"), ["lag_reference", "'later'"]),
         (dict(budget=64, quotas=(8, 4, 2)), ["'epikv'", "no quotas"]),
         (dict(budget=64, policy="lag-kv", quotas=(8, 4, 2)), ["'lag-kv'", "no quotas"]),
-        (dict(budget=64, policy="epikv-seg", quotas=(2, 4, 8)), ["descend", "(2, 4, 8)"]),
-        (dict(budget=64, policy="epikv-seg", quotas=(8, 2, 4)), ["descend", "(8, 2, 4)"]),
+        (dict(budget=64, policy="epikv-seg", quotas=(2, 4, 8)), ["do not ascend", "(2, 4, 8)"]),
+        (dict(budget=64, policy="epikv-seg", quotas=(8, 2, 4)), ["do not ascend", "(8, 2, 4)"]),
         (dict(budget=64, policy="epikv-seg", quotas=(9, 4, 2)), ["lag 8", "(9, 4, 2)"]),
         (dict(budget=64, policy="epikv-seg", quotas=(8, 4, -1)), ["from 0 to lag 8", "(8, 4, -1)"]),
         (dict(budget=64, policy="epikv-seg", quotas=(8, 4)), ["three", "(8, 4)"]),
@@ -1343,6 +1343,23 @@ def test_a_configuration_that_cannot_work_is_refused(options, words):
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1), (1, 4, 2, 1, 1)])
+def test_scores_of_a_wrong_shape_are_refused(monkeypatch, shape):
+    """With the name of the policy, what it gave, and what is wanted."""
+
+    class Odd(epikv.Policy):
+        def score(self, tokens):
+            return torch.zeros(shape)
+
+    monkeypatch.setitem(epikv.POLICIES, "odd", Odd)
+    cache = make_cache(EvictionConfig(budget=64, policy="odd"))
+    slot, position = cache.begin_step()
+    with pytest.raises(ValueError) as error:
+        cache.end_step(slot, position, [])
+    message = str(error.value)
+    assert "'odd'" in message and str(list(shape)) in message and "[B, T]" in message
 
 
 @pytest.mark.parametrize("bands", [dict(band_a=(8,)), dict(band_b=(2, 9)), dict(band_a=(-1,))])

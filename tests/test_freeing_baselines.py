@@ -423,7 +423,7 @@ def test_thinkv_observes_scaled_layers(n_layers, observed, monkeypatch):
 def test_sparsity_counts_the_named_layers_only(monkeypatch):
     """Layer 1 sees one token of four, layer 0 all of them."""
     monkeypatch.setattr(ThinKV, "layers", (16,))
-    cache = make_cache(EvictionConfig(16, "thinkv", lag=8))
+    cache = make_cache(EvictionConfig(20, "thinkv", lag=8))
     text = random_text(4)
     for token in range(4):
         before = cache.sparsity.item()
@@ -540,11 +540,10 @@ def cases(draw, name):
     kind = BASELINES[name]
     lag = draw(st.integers(1, 6))
     least = kind.blocks * lag
-    budget = draw(st.integers(1, 14)) + lag
-    sinks = draw(st.integers(0, min(4, budget - lag - 1)))
-    recent = draw(st.integers(least, budget - sinks - 1))
-    if name == "thinkv":  # a longer window has a test of its own
-        recent = least
+    sinks = draw(st.integers(0, 4))
+    # ThinKV's window is its segment: a longer one has a test of its own.
+    recent = least if name == "thinkv" else max(1, least) + draw(st.integers(0, 6))
+    budget = sinks + recent + lag + draw(st.integers(0, 6))
     slot_map = draw(st.sampled_from(kind.slot_maps))
     options = dict(budget=budget, lag=lag, sinks=sinks, recent=recent, slot_map=slot_map)
     sizes = dict(n_layers=draw(st.integers(1, 3)), n_kv_heads=draw(st.integers(1, 2)))
@@ -655,10 +654,18 @@ def test_recency_window_stays(name):
             assert window <= set(positions), f"token {token}"
 
 
+@pytest.mark.parametrize("name", FREEING)
+def test_a_block_must_fit_beside_what_stays(name):
+    """4 sinks, 20 recent tokens and a lag of 20 need 44 slots."""
+    make_cache(EvictionConfig(44, name, lag=20, recent=20))
+    with pytest.raises(ValueError, match="budget 43 is smaller than sinks 4 .* 20 .* lag 20"):
+        EvictionConfig(43, name, lag=20, recent=20)
+
+
 def test_thinkv_has_no_value_reserve():
     """It frees segments by the clusters of their keys, so there is nothing to spare."""
     with pytest.raises(ValueError, match="'thinkv' .* drop value_reserve"):
-        make_cache(EvictionConfig(48, "thinkv", lag=8, value_reserve=1))
+        EvictionConfig(48, "thinkv", lag=8, value_reserve=1)
 
 
 @pytest.mark.parametrize("name", [name for name in FREEING if name != "thinkv"])

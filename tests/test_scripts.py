@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
 import benchmark
+import generate
 import get_demo_model as script
 from epikv import EvictionConfig
 from model import TextTokenizer, Transformer
@@ -1084,15 +1085,49 @@ def test_a_policy_is_timed_beside_streaming(monkeypatch):
             runs.append((self.config.policy, n_steps))
             return len(runs) * (1.1 if self.config.policy == "epikv" else 1.0)
 
+        def occupancy(self):
+            return 0.75
+
     monkeypatch.setattr(benchmark, "Decoder", Decoder)
     monkeypatch.setattr(benchmark, "make_prompt", lambda model, n_tokens: [1] * n_tokens)
-    monkeypatch.setattr(benchmark, "mean_occupancy", lambda cache: torch.tensor(0.75))
     table = benchmark.compare_policies(None, 64, {"epikv": dict(policy="epikv")})
     assert sum(n for policy, n in runs if policy == "epikv") == 1024
     # A round is streaming twice, then streaming and epikv: runs 4r + 3 and 4r + 4 of 16 rounds.
     beside, own = sum(range(3, 64, 4)), sum(range(4, 65, 4))
     assert table["epikv"]["time_over_streaming"] == pytest.approx(1.1 * own / beside)
     assert table["epikv"]["mean_occupancy"] == 0.75 and table["epikv"]["slot_map"] == "shared"
+
+
+def test_a_decoder_ends_blocks_and_tells_the_occupancy(monkeypatch, tmp_path):
+    """R-KV with lag 8 in 64 slots: of 20 prompt tokens on, 56 to 63 are taken when it has filled.
+
+    Every eighth step ends a block and leaves 56; then one more is taken at each step: 59.5 of 64.
+    """
+    register(monkeypatch)
+    monkeypatch.setattr(benchmark.Engine, "warm_up", lambda self, prefixes: None)
+    model = benchmark.Transformer.from_pretrained(tiny.make_checkpoint(tmp_path))
+    monkeypatch.setattr(generate, "compiled_step", lambda mode, device: generate.decode_step)
+    decoder = benchmark.Decoder(model, [1] * 20, benchmark.EvictionConfig(64, "r-kv"))
+    ends, end_block = [], decoder.engine.end_block
+
+    def counted():
+        ends.append(decoder.length)
+        end_block()
+
+    monkeypatch.setattr(decoder.engine, "end_block", counted)
+    assert decoder.run(80) > 0
+    assert ends == list(range(24, 101, 8))
+    assert decoder.occupancy() == pytest.approx(59.5 / 64)
+
+
+def test_the_peers_need_a_budget(monkeypatch, capsys):
+    """Of more than the 32 tokens that they generate; told before the model is loaded."""
+    command = ["benchmark.py", "--checkpoint", "/nowhere", "--budget", "32", "--parts", "peers"]
+    register(monkeypatch)
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert "peers needs a budget above 32, got 32" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
