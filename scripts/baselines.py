@@ -521,7 +521,6 @@ class RKV(FreeingPolicy):
     8 tokens too; published code leaves these out before the softmax.
     """
 
-    slot_maps = ("head", "layer", "shared")
     n_rows = 8
     kernel = 7
     share = 0.1
