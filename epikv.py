@@ -621,6 +621,7 @@ class SlotCache(nn.Module):
     """
 
     layer_type: type[LayerCache] = LayerCache
+    rotary_limit: int | None = None  # an ablation: RoPE's positions stop here, as in some caches
     frees_slots = False  # whether a slot once taken may fall empty again
     captures_blocks = True  # whether `end_block` may be part of a CUDA graph
 

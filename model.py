@@ -409,6 +409,8 @@ class Transformer(nn.Module):
         every layer's keys and values [B, H_kv, T, D].
         """
         x = F.embedding(tokens, self.embedding)  # [B, T, hidden]
+        if cache.rotary_limit is not None:
+            position = position.clamp(max=cache.rotary_limit)
         angle = position[:, None, :, None].float() * self.rope  # [B, 1, T, D/2]
         cos, sin = angle.cos(), angle.sin()
         nothing = [None] * len(self.blocks)
