@@ -173,12 +173,17 @@ class EvictionConfig:
         given = (self.band_a, self.band_b, *[None] * len(default))[: len(default)]
         bands = []
         for paper, named in zip(default, given, strict=True):
-            scaled = (min(round(layer * n_layers / 32), n_layers - 1) for layer in paper)
+            scaled = (scale_block(layer, n_layers) for layer in paper)
             bands.append(tuple(dict.fromkeys(scaled if named is None else named)))
         for layer in (layer for band in bands for layer in band):
             if not 0 <= layer < n_layers:
                 raise ValueError(f"band names block {layer}; the model has 0 to {n_layers - 1}")
         return tuple(bands)
+
+
+def scale_block(block: float, n_layers: int) -> int:
+    """The block at the depth that `block` has in a model of 32, in one of `n_layers` blocks."""
+    return min(round(block * n_layers / 32), n_layers - 1)
 
 
 def hash_uniform(*keys: Tensor | int) -> Tensor:

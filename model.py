@@ -30,7 +30,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from epikv import POLICIES, CacheShape, LayerCache, SlotCache
+from epikv import POLICIES, CacheShape, LayerCache, SlotCache, upcast
 
 PREFILL_CHUNK = 2048  # prompt tokens in one forward pass: bounds the activations of any prompt
 
@@ -317,8 +317,7 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     The product is in the model's own type, since the keys must not be copied into another.
     q [B, H_kv, Q, D]; k [B, H_kv, N, D]; mask, True where a query may look, broadcasts.
     """
-    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-    scores = scores * q.shape[-1] ** -0.5
+    scores = upcast(q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(dim=-1)
@@ -430,7 +429,7 @@ class Transformer(nn.Module):
         """Scores of the next token, at least float32 [B, vocab], from a residual [B, hidden]."""
         x = self.norm(x)
         logits = linear(x, self.embedding) if self.head is None else self.head(x)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return upcast(logits)
 
     def prefill(self, tokens: Tensor, cache: SlotCache) -> Tensor:
         """Take a prompt [1, N] int64 into a fresh one-row `cache`. Returns logits [1, vocab].

@@ -40,6 +40,7 @@ from epikv import (  # noqa: E402
     best_first,
     over_map,
     rolling_zscore,
+    scale_block,
     shared_mean,
     upcast,
 )
@@ -499,7 +500,7 @@ class AttentionTimesChange(AttentionPolicy):
 
     @classmethod
     def default_recent(cls, config: EvictionConfig) -> int:
-        return min(128, config.budget // 4)
+        return super(AttentionPolicy, cls).default_recent(config)  # that of every other policy
 
 
 def scaled_over(x: Tensor, counts: Tensor) -> Tensor:
@@ -527,9 +528,11 @@ class RKV(FreeingPolicy):
     threshold = 0.5
 
     def rank(self, held: Observed) -> Tensor:
-        importance = held.shared_rows.mean(dim=3)
-        importance = pool_neighbours(importance, held.position, self.kernel)
-        return self.share * importance - (1 - self.share) * self.redundancy(held)
+        return self.share * self.importance(held) - (1 - self.share) * self.redundancy(held)
+
+    def importance(self, held: Observed) -> Tensor:
+        """[B, l, h, N]"""
+        return pool_neighbours(held.shared_rows.mean(dim=3), held.position, self.kernel)
 
     def redundancy(self, held: Observed) -> Tensor:
         """[B, l, h, N]"""
@@ -579,11 +582,9 @@ class RKVReference(RKV):
 
     def rank(self, held: Observed) -> Tensor:
         there = held.position != NO_POSITION
-        importance = held.shared_rows.mean(dim=3)
-        importance = pool_neighbours(importance, held.position, self.kernel)
-        return self.share * standardised(importance, there) - (1 - self.share) * standardised(
-            self.redundancy(held), there
-        )
+        importance = standardised(self.importance(held), there)
+        redundancy = standardised(self.redundancy(held), there)
+        return self.share * importance - (1 - self.share) * redundancy
 
     def redundancy(self, held: Observed) -> Tensor:
         there = held.position != NO_POSITION  # [B, 1, 1, N]
@@ -679,8 +680,7 @@ class ThoughtCache(FreeingCache):
         segments = torch.zeros(shape.batch_size, self.SEGMENTS, dtype=torch.int64)
         self.register_buffer("thought", segments)
         self.register_buffer("level", segments.clone())
-        n_layers = shape.n_layers
-        scaled = {min(round(layer * n_layers / 32), n_layers - 1) for layer in self.policy.layers}
+        scaled = {scale_block(layer, shape.n_layers) for layer in self.policy.layers}
         self.observed_layers = sorted(scaled)
 
     def note_rows(self, slot: Tensor, position: Tensor) -> None:
@@ -826,7 +826,7 @@ class ThinKVReference(FreeingPolicy):
 
     @classmethod
     def default_recent(cls, config: EvictionConfig) -> int:
-        return max(min(128, config.budget // 4), config.lag)
+        return super(AttentionPolicy, cls).default_recent(config)  # that of every other policy
 
 
 BASELINES: dict[str, type[AttentionPolicy]] = {

@@ -6,7 +6,8 @@
 
 Batch 1, greedy, the checkpoint's own weights in float32 on a CPU (bfloat16 on CUDA). Times of
 things that are compared alternate in short rounds of one process, and a ratio is the median over
-the rounds, so that a busy machine slows both sides. Prints a Markdown table a part and writes JSON.
+the rounds (of policies, the ratio of the sums), so that a busy machine slows both sides. Prints a
+Markdown table a part and writes JSON.
 """
 
 import argparse
