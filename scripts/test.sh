@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-scripts/setup.sh demo,test
+scripts/setup.sh demo,eval,test
 .venv/bin/python -m ruff check .
 .venv/bin/python scripts/get_demo_model.py
 .venv/bin/python -m pytest tests "$@"
