@@ -257,7 +257,7 @@ class Block(nn.Module):
         k = rotate(self.k_norm(k).transpose(1, 2), cos, sin)  # [B, H_kv, T, D]
         v = v.transpose(1, 2)
         if slot is None:
-            attended = attend_to_prompt(q, k, v, cache, n_cached)
+            attended = attend_to_prompt(q, k, v, cache, n_cached, mask)
         else:
             cache.write(slot, k, v)
             attended = attend_to_slots(q, cache, mask)
@@ -293,19 +293,22 @@ def attend_to_slots(q: Tensor, cache: LayerCache, mask: Tensor | None) -> Tensor
     return y.reshape(q.shape[0], 1, -1)
 
 
-def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, n_cached: int) -> Tensor:
-    """Causal attention of T prompt tokens to the first `n_cached` slots and themselves. [B, T, H*D]
+def attend_to_prompt(
+    q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, n_cached: int, mask: Tensor | None
+) -> Tensor:
+    """Causal attention of T tokens to the first `n_cached` slots and themselves. [B, T, H * D]
 
-    `is_causal` aligns the diagonal top left, so it serves only the first chunk; later ones need it
-    bottom right, where flash attention has it without a mask tensor.
+    mask [B, 1, T, n_cached + T] says instead who sees whom. `is_causal` aligns the diagonal top
+    left, so it serves only the first chunk; later ones need it bottom right, where flash attention
+    has it without a mask tensor.
     """
     if n_cached == 0:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     else:
         k = torch.cat([cache.k[:, :, :n_cached], k], dim=2)
         v = torch.cat([cache.v[:, :, :n_cached], v], dim=2)
-        causal = causal_lower_right(q.shape[2], k.shape[2])
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=causal, enable_gqa=True)
+        seen = causal_lower_right(q.shape[2], k.shape[2]) if mask is None else mask
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
     if cache.reads_attention:
         cache.observe_prompt(q, k)
     return y.transpose(1, 2).flatten(2)
@@ -402,7 +405,8 @@ class Transformer(nn.Module):
 
         Decode gives `slot` [B, l, h], where each row's token (T = 1) is stored, and the `mask` of
         `SlotCache.attention_mask`, or None when all slots are taken. Prefill gives `n_cached`, the
-        slots already occupied, and stores nothing. `run_block` is Block.forward or a compiled form.
+        slots already occupied, and stores nothing; a mask [B, l, 1, T, n_cached + T] says which
+        tokens see which, if not each all before it. `run_block` is Block.forward or a compiled form.
 
         Returns the last residual [B, T, hidden], the residuals after the blocks `cache.reads`, and
         every layer's keys and values [B, H_kv, T, D].

@@ -8,149 +8,156 @@ each token the distribution of the next is compared with the full cache's: the l
 the text's own next token), the KL divergence, and whether the likeliest token agrees. No answer key
 is needed, and a small model shows differences in minutes.
 
-FILE holds JSON lines with `id`, `prompt` and `trace`: the prompt is prefilled, the trace replayed.
-Prints a Markdown table with standard errors over the traces, and writes JSON with every trace.
+A file of --traces holds JSON lines with `id`, `prompt` and `trace`: the prompt is prefilled, the
+trace replayed. One of --problems holds `id` and `problem`: the model writes the traces itself, with
+a full cache. Prints a Markdown table with standard errors over the traces; the output folder holds
+it, plots, and a record for every trace and setting. The same command goes on where it was stopped,
+and more policies, budgets or recency windows may be added to a folder.
 """
 
 import argparse
+import hashlib
 import json
+import math
 import statistics
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from baselines import BASELINES  # noqa: E402
 from epikv import POLICIES, EvictionConfig  # noqa: E402
-from generate import Engine, Sampling, full_budget  # noqa: E402
+from generate import DTYPES, generate  # noqa: E402
 from model import Transformer, one_line  # noqa: E402
+from plots import line_plot  # noqa: E402
+from records import RunFolder, process_rank, read_records  # noqa: E402
+from replay import (  # noqa: E402
+    CHUNK,
+    Replay,
+    Setting,
+    Trace,
+    add_settings,
+    by_setting,
+    check_numbers,
+    parse_settings,
+    reads_attention,
+    takes_chunks,
+)
 
 MEASURES = ("loss_gap", "kl", "agreement")
 # Tokens by how far the text has run past the budget.
-DISTANCES = {"before": (-1e9, 0), "to 127": (0, 128), "to 511": (128, 512), "beyond": (512, 1e9)}
+DISTANCES = {
+    "before": (-math.inf, 0),
+    "to 127": (0, 128),
+    "to 511": (128, 512),
+    "beyond": (512, math.inf),
+}
+AT_ONCE = 8  # settings that share one replay of the full cache; more would take more memory
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A text of which the first part is prefilled and the second replayed."""
+@dataclass(frozen=True, order=True)
+class Kind:
+    """How predictions are computed: whether by the chunk, and whether with attention weights."""
 
-    id: str
-    prompt: list[int]
-    tokens: list[int]
+    chunked: bool
+    reads_attention: bool
 
+    @classmethod
+    def of(cls, config: EvictionConfig) -> "Kind":
+        return cls(takes_chunks(config), reads_attention(config))
 
-class Forced(nn.Module):
-    """Stands where the sampler does: the next token [B] is given, logits [B, vocab] are kept."""
-
-    def __init__(self, batch_size: int, vocab_size: int, dtype: torch.dtype):
-        super().__init__()
-        self.register_buffer("token", torch.zeros(batch_size, dtype=torch.int64))
-        self.register_buffer("logits", torch.zeros(batch_size, vocab_size, dtype=dtype))
-
-    def draw(self, logits: Tensor, position: Tensor) -> None:
-        self.logits.copy_(logits)
+    @property
+    def full_cache(self) -> Setting:
+        """What forgets nothing; without a budget, `h2o` does not either."""
+        return Setting("h2o" if self.reads_attention else "full")
 
 
 def compare(full: Tensor, other: Tensor, target: Tensor) -> Tensor:
-    """The `MEASURES` of logits [B, vocab] against the full cache's. [3, B]"""
+    """The `MEASURES` of logits [B, T, vocab] against the full cache's. [3, B, T]"""
     full, other = full.log_softmax(-1), other.log_softmax(-1)
     difference = full - other
-    loss_gap = difference.gather(1, target[:, None])[:, 0]
+    loss_gap = difference.gather(-1, target[..., None])[..., 0]
     kl = (full.exp() * difference).sum(-1)
     agreement = full.argmax(-1) == other.argmax(-1)
     return torch.stack([loss_gap, kl, agreement.to(kl.dtype)])
 
 
-class Replay:
-    """One policy and budget, fed the tokens that it is given.
-
-    positions: "true", or "cache-length" to let those of RoPE stop at the budget, as they do where a
-    position is taken from the length of an evicting cache: the ablation of the authors' code.
-    """
-
-    def __init__(
-        self,
-        model: Transformer,
-        config: EvictionConfig,
-        traces: list[Trace],
-        compile_mode: str,
-        positions: str = "true",
-    ):
-        self.engine = Engine(model, config, Sampling(), len(traces), compile_mode)
-        if positions == "cache-length":
-            self.engine.cache.rotary_limit = self.engine.prompt_cache.rotary_limit = config.budget
-        dtype = torch.promote_types(model.dtype, torch.float32)
-        with torch.device(model.device):
-            self.engine.state = Forced(len(traces), model.config.vocab_size, dtype)
-        self.lengths = [len(trace.prompt) for trace in traces]
-        steps = range(len(traces[0].tokens))
-        self.engine.warm_up([self.prefix(step) for step in steps])
-        self.engine.prefill([trace.prompt for trace in traces])
-
-    @property
-    def logits(self) -> Tensor:
-        return self.engine.state.logits
-
-    def prefix(self, step: int) -> int | None:
-        return self.engine.prefix(min(self.lengths) + step + 1, max(self.lengths) + step + 1)
-
-    def feed(self, step: int, token: Tensor) -> None:
-        """Take every row's token number `step` of its trace."""
-        self.engine.state.token.copy_(token)
-        self.engine.step(self.prefix(step))
-        block = self.engine.cache.block
-        if block and any((length + step + 1) % block == 0 for length in self.lengths):
-            self.engine.end_block()
-
-
-@torch.no_grad()
 def replay(
     model: Transformer,
     traces: list[Trace],
-    settings: dict[str, EvictionConfig],
+    settings: list[Setting],
     compile_mode: str = "blocks",
     positions: str = "true",
-) -> dict[str, Tensor]:
+    seed: int = 0,
+) -> dict[Setting, Tensor]:
     """The `MEASURES` [3, B, N] of every setting at the N tokens of B traces of equal length.
 
-    A budget that holds everything is raised to the full cache's, so that both run the same shapes
-    and a policy that forgets nothing differs by nothing, not by rounding.
+    Each is compared with a full cache that computes, and rounds, as it does (see `Kind`), so a
+    policy that forgets nothing has a gap of exactly zero.
     """
-    n_tokens = len(traces[0].tokens)
-    longest = max(len(trace.prompt) for trace in traces) + n_tokens
-    everything = full_budget(longest)
-    full = Replay(model, EvictionConfig(everything, "full"), traces, compile_mode)
-    others = {}
-    for name, config in settings.items():
-        if config.budget >= longest:
-            config = replace(config, budget=everything)
-        others[name] = Replay(model, config, traces, compile_mode, positions)
     tokens = torch.tensor([trace.tokens for trace in traces], device=model.device)  # [B, N]
-    found = {name: [] for name in settings}
-    for step in range(n_tokens):
-        token = tokens[:, step]
-        for name, other in others.items():
-            found[name].append(compare(full.logits, other.logits, token))
-        for one in (full, *others.values()):
-            one.feed(step, token)
-    return {name: torch.stack(values, dim=-1).cpu() for name, values in found.items()}
+    prompts = [trace.prompt for trace in traces]
+    n_tokens = tokens.shape[1]
+    longest = max(map(len, prompts)) + n_tokens
+
+    def start(config: EvictionConfig, **options) -> Replay:
+        return Replay(model, config, prompts, n_tokens, compile_mode, **options)
+
+    configs = {setting: setting.config(longest, seed) for setting in settings}
+    kinds = {setting: Kind.of(config) for setting, config in configs.items()}
+    full = {
+        kind: start(kind.full_cache.config(longest), chunked=kind.chunked)
+        for kind in {*kinds.values()}
+    }
+    others = {setting: start(config, positions=positions) for setting, config in configs.items()}
+    found = {setting: [] for setting in settings}
+    for chunk in tokens.split(CHUNK, dim=1):
+        wanted = {kind: one.feed(chunk) for kind, one in full.items()}
+        for setting, other in others.items():
+            logits = other.feed(chunk)
+            found[setting].append(compare(wanted[kinds[setting]], logits, chunk).cpu())
+    return {setting: torch.cat(values, dim=-1) for setting, values in found.items()}
 
 
-# Reporting -------------------------------------------------------------------------------------
+def write_traces(model: Transformer, problems: list[dict], args: argparse.Namespace) -> list[Trace]:
+    """What the model writes on each problem with a full cache, up to `args.tokens` tokens."""
+    traces = []
+    for first in range(0, len(problems), args.batch_size):
+        batch = problems[first : first + args.batch_size]
+        prompts = [
+            model.tokenizer.encode_chat([{"role": "user", "content": problem["problem"]}])
+            for problem in batch
+        ]
+        result = generate(
+            model,
+            prompts,
+            policy="full",
+            max_new_tokens=args.tokens,
+            seed=(args.seed + first) % 2**32,
+            compile_mode=args.compile_mode,
+        )
+        for problem, prompt, output in zip(batch, prompts, result.outputs, strict=True):
+            print(f"{problem['id']}: {len(output.tokens)} tokens written", file=sys.stderr)
+            traces.append(Trace(problem["id"], prompt, output.tokens))
+    return traces
 
 
-def summarise(values: Tensor, traces: list[Trace], budget: int) -> list[dict]:
+# Records and tables ----------------------------------------------------------------------------
+
+
+def summarise(values: Tensor, traces: list[Trace], budget: int | None) -> list[dict]:
     """A record for each trace: means of `values` [3, B, N] over all tokens, and by distance."""
+    limit = math.inf if budget is None else budget
     records = []
     for row, trace in enumerate(traces):
         # The distribution compared at a token follows all those before it.
-        past = len(trace.prompt) + torch.arange(len(trace.tokens)) - budget
+        past = len(trace.prompt) + torch.arange(len(trace.tokens)) - limit
         record = {"trace": trace.id, "all": means(values[:, row])}
         for name, (low, high) in DISTANCES.items():
             inside = (past >= low) & (past < high)
@@ -170,7 +177,7 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return statistics.mean(values), error
 
 
-def table(results: dict[str, list[dict]]) -> str:
+def table(results: dict[Setting, list[dict]]) -> str:
     """A Markdown table: a row for each setting, means and standard errors over the traces."""
     titles = ["loss gap, nats", "KL, nats", "agreement", *(f"gap {name}" for name in DISTANCES)]
     lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
@@ -188,91 +195,133 @@ def cell(values: list[float]) -> str:
     return f"{mean:.4f} ± {error:.4f}"
 
 
-def read_traces(path: Path, tokenizer, n_tokens: int, limit: int | None) -> list[Trace]:
-    """The first `limit` traces of a JSON-lines file that have `n_tokens` tokens, cut to them.
-
-    Raises ValueError, with the line's number, for a line that is none or an id that comes twice.
-    """
-    traces, ids = [], set()
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            name, prompt, trace = record["id"], record["prompt"], record["trace"]
-            prompt = tokenizer.encode(prompt)
-            tokens = tokenizer.ids(trace, add_special_tokens=False)[:n_tokens]
-        except KeyError as error:
-            raise ValueError(f"{path}, line {number}: no field {error}") from None
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}: {one_line(error)}") from None
-        if name in ids:
-            raise ValueError(f"{path}, line {number}: id {name!r} comes twice")
-        ids.add(name)
-        if len(tokens) == n_tokens and prompt:
-            traces.append(Trace(name, prompt, tokens))
-    if not traces:
-        raise ValueError(f"{path}: no trace has {n_tokens} tokens; lower --tokens")
-    return traces[:limit]
+def plot(results: dict[Setting, list[dict]], folder: Path) -> None:
+    """The measures against the budget, a line for each policy and recency window."""
+    labels = {"loss_gap": "loss gap, nats per token", "kl": "KL divergence, nats per token"}
+    labels["agreement"] = "share of tokens with the same likeliest token"
+    for measure, label in labels.items():
+        lines: dict[str, list[tuple[float, float, float, float]]] = {}
+        for setting, records in results.items():
+            if setting.budget is None:  # no difference at all
+                continue
+            mean, error = mean_and_error([record["all"][measure] for record in records])
+            point = (setting.budget, mean, mean - error, mean + error)
+            lines.setdefault(setting.line, []).append(point)
+        title = "Difference from the full cache, mean and standard error over traces"
+        line_plot(folder / f"{measure}.png", title, "budget, slots", label, lines, log_x=True)
 
 
-def parse_settings(policies: str, budgets: str, recent: int | None) -> dict[str, EvictionConfig]:
-    """Every policy at every budget, by a name that says both."""
-    try:
-        sizes = [int(budget) for budget in budgets.split(",")]
-    except ValueError:
-        raise ValueError(f"budgets must be numbers with commas, got {budgets!r}") from None
-    return {
-        f"{policy}, {budget}": EvictionConfig(budget, policy, recent=recent)
-        for budget in sizes
-        for policy in policies.split(",")
-    }
+# Command line ----------------------------------------------------------------------------------
 
 
-def main() -> None:
+def tokenize_trace(record: dict, tokenizer) -> Trace:
+    tokens = tokenizer.ids(record["trace"], add_special_tokens=False)
+    return Trace(record["id"], tokenizer.encode(record["prompt"]), tokens)
+
+
+def cut(traces: list[Trace], n_tokens: int, limit: int | None) -> list[Trace]:
+    """The first `limit` traces that have `n_tokens` tokens, cut to them."""
+    long = [trace for trace in traces if len(trace.tokens) >= n_tokens and trace.prompt]
+    if not long:
+        raise ValueError(f"no trace has {n_tokens} tokens; lower --tokens")
+    return [Trace(trace.id, trace.prompt, trace.tokens[:n_tokens]) for trace in long[:limit]]
+
+
+def parse_arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--traces", type=Path, help="JSON lines: id, prompt, trace")
+    source.add_argument("--problems", type=Path, help="JSON lines: id, problem; the model writes")
+    add_settings(parser, "epikv,streaming,random", "256")
     add = parser.add_argument
-    demo = ROOT / "models/SmolLM2-135M-Instruct"
-    add("--checkpoint", type=Path, default=demo, help="local folder (default: the demo model)")
-    add("--traces", type=Path, required=True, help="JSON lines: id, prompt, trace")
-    add("--policies", default="epikv,streaming,random", help="names with commas")
-    add("--budgets", default="256", help="slots, with commas (default: 256)")
-    add("--recent", type=int, help="last tokens always kept (default: the policy's)")
     add("--tokens", type=int, default=1500, help="of each trace (default: 1500)")
-    add("--limit", type=int, help="traces to read (default: all)")
-    add("--batch-size", type=int, default=8, help="traces at once (default: 8)")
-    add("--no-compile", dest="compile_mode", action="store_const", const="none", default="blocks")
+    add("--limit", type=int, help="traces to take (default: all)")
+    add("--batch-size", type=int, default=16, help="traces at once (default: 16)")
     add(
         "--positions",
         choices=("true", "cache-length"),
         default="true",
         help="an ablation: cache-length lets RoPE's positions stop at the budget (default: true)",
     )
-    add("--output", type=Path, default=Path("fidelity.json"), help="default: fidelity.json")
+    add("--output", type=Path, default=Path("fidelity"), help="folder (default: fidelity)")
+    return parser
+
+
+def find_traces(args: argparse.Namespace, model: Transformer, records: list[dict]) -> list[Trace]:
+    """The traces of --traces; or what the model writes on --problems, once for a folder."""
+    if args.traces is not None:
+        return [tokenize_trace(record, model.tokenizer) for record in records]
+    file = args.output / "traces.json"
+    if file.exists():
+        return [Trace(*fields) for fields in json.loads(file.read_text(encoding="utf-8"))]
+    traces = write_traces(model, records, args)
+    scratch = file.with_suffix(f".{process_rank()[0]}")
+    scratch.write_text(json.dumps([astuple(trace) for trace in traces]), encoding="utf-8")
+    scratch.replace(file)
+    return traces
+
+
+def run(
+    args: argparse.Namespace,
+    model: Transformer,
+    traces: list[Trace],
+    settings: list[Setting],
+    folder: RunFolder,
+) -> None:
+    """Replay what the folder has no records of yet, as much of it as is this process's share."""
+    rank, world = process_rank()
+    # Those that share a full cache stand together.
+    mine = sorted(settings, key=lambda s: Kind.of(s.config(args.tokens)))[rank::world]
+    results = by_setting(folder.records)
+    done = {(setting, record["trace"]) for setting in results for record in results[setting]}
+    work = []
+    for first in range(0, len(traces), args.batch_size):
+        batch = traces[first : first + args.batch_size]
+        left = [s for s in mine if any((s, trace.id) not in done for trace in batch)]
+        work += [(batch, left[i : i + AT_ONCE]) for i in range(0, len(left), AT_ONCE)]
+    total = sum(len(batch) * len(group) for batch, group in work)
+    start, finished = time.perf_counter(), 0
+    for batch, group in work:
+        found = replay(model, batch, group, args.compile_mode, args.positions, args.seed)
+        for setting in group:
+            for record in summarise(found[setting], batch, setting.budget):
+                if (setting, record["trace"]) not in done:
+                    folder.append(asdict(setting) | record)
+        finished += len(batch) * len(group)
+        left = (time.perf_counter() - start) / finished * (total - finished)
+        print(f"{finished} of {total} replays, {left / 60:.0f} minutes left", file=sys.stderr)
+
+
+def main() -> None:
+    parser = parse_arguments()
     args = parser.parse_args()
     POLICIES.update(BASELINES)
     try:
         settings = parse_settings(args.policies, args.budgets, args.recent)
-        for name in ("tokens", "batch_size"):
-            if getattr(args, name) < 1:
-                raise ValueError(f"{name.replace('_', '-')} must be at least 1")
-        model = Transformer.from_pretrained(args.checkpoint)
-        traces = read_traces(args.traces, model.tokenizer, args.tokens, args.limit)
+        check_numbers(args, "tokens", "batch_size", "limit")
+        source = args.traces or args.problems
+        fields = ("id", "prompt", "trace") if args.traces else ("id", "problem")
+        records = read_records(source, dict.fromkeys(fields, str))
+        model = Transformer.from_pretrained(args.checkpoint, args.device, DTYPES.get(args.dtype))
+        described = {
+            "checkpoint": Path(args.checkpoint).name,
+            "texts": f"{source.name}, sha256 {hashlib.sha256(source.read_bytes()).hexdigest()}",
+            **{name: getattr(args, name) for name in ("tokens", "limit", "batch_size", "seed")},
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "positions": args.positions,
+        }
+        folder = RunFolder(args.output, described, process_rank()[0])
+        traces = cut(find_traces(args, model, records), args.tokens, args.limit)
     except (OSError, ValueError) as error:
         parser.error(one_line(error))
-    results = {name: [] for name in settings}
-    start = time.perf_counter()
-    for first in range(0, len(traces), args.batch_size):
-        batch = traces[first : first + args.batch_size]
-        found = replay(model, batch, settings, args.compile_mode, args.positions)
-        for name, values in found.items():
-            results[name] += summarise(values, batch, settings[name].budget)
-        done = first + len(batch)
-        left = (time.perf_counter() - start) / done * (len(traces) - done)
-        print(f"{done} of {len(traces)} traces, {left / 60:.0f} minutes left", file=sys.stderr)
-        args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(f"{args.checkpoint.name}, {len(traces)} traces x {args.tokens} tokens\n")
-    print(table(results))
+    run(args, model, traces, settings, folder)
+    if process_rank()[0] == 0:
+        results = by_setting(folder.records)
+        title = f"{described['checkpoint']}, {len(traces)} traces x {args.tokens} tokens"
+        text = f"{title}, {described['dtype']}, positions {args.positions}\n\n{table(results)}\n"
+        (args.output / "table.md").write_text(text, encoding="utf-8")
+        plot(results, args.output)
+        print(text, end="")
 
 
 if __name__ == "__main__":

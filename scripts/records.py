@@ -102,3 +102,8 @@ def drop_torn_line(file: Path) -> None:
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
         os.truncate(file, whole)
+
+
+def process_rank() -> tuple[int, int]:
+    """This process's number and how many share the work, as torchrun tells them."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

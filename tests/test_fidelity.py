@@ -1,7 +1,10 @@
 """Teacher-forced replay: against a dense model by transformers, and by what must be zero."""
 
+import dataclasses
 import json
 import math
+import random
+import shutil
 import sys
 
 import pytest
@@ -11,9 +14,11 @@ import transformers
 
 import fidelity
 from baselines import BASELINES
-from epikv import POLICIES, EvictionConfig
-from fidelity import Trace, compare, replay, summarise
+from epikv import POLICIES
+from fidelity import compare, replay, summarise
+from generate import Engine, generate
 from model import Transformer
+from replay import Setting, Trace
 
 ATTENTION_FREE = [*POLICIES]
 
@@ -34,6 +39,11 @@ def model(folder):
     return Transformer.from_pretrained(folder, dtype=torch.float64)
 
 
+class WithoutSinks(Setting):
+    def config(self, n_tokens, seed=0):
+        return dataclasses.replace(super().config(n_tokens, seed), sinks=0)
+
+
 def traces_of(*prompts, n_tokens=40, seed=0):
     """A trace for each length of a prompt, of random tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -46,9 +56,9 @@ def traces_of(*prompts, n_tokens=40, seed=0):
 
 def test_measures_by_hand():
     """Of two tokens: halves against a quarter and the rest, and a sure thing against halves."""
-    full = torch.tensor([[0.5, 0.5], [0.9, 0.1]], dtype=torch.float64).log() + 3  # any constant
-    other = torch.tensor([[0.75, 0.25], [0.2, 0.8]], dtype=torch.float64).log()
-    loss_gap, kl, agreement = compare(full, other, torch.tensor([1, 0])).tolist()
+    full = torch.tensor([[[0.5, 0.5], [0.9, 0.1]]], dtype=torch.float64).log() + 3  # any constant
+    other = torch.tensor([[[0.75, 0.25], [0.2, 0.8]]], dtype=torch.float64).log()
+    loss_gap, kl, agreement = compare(full, other, torch.tensor([[1, 0]]))[:, 0].tolist()
     assert loss_gap == pytest.approx([math.log(2), math.log(4.5)])
     assert kl == pytest.approx(
         [0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(2), 0.9 * math.log(4.5) - 0.1 * math.log(8)]
@@ -59,19 +69,25 @@ def test_measures_by_hand():
 def test_the_full_cache_has_no_gap(model):
     """Exactly: it is compared with itself."""
     traces = traces_of(3, 30)
-    values = replay(model, traces, {"full": EvictionConfig(1024, "full")}, "none")["full"]
+    (values,) = replay(model, traces, [Setting("full")], "none").values()
     assert values.shape == (3, 2, 40)
     assert values[0].eq(0).all() and values[1].eq(0).all() and values[2].eq(1).all()
 
 
-def test_a_budget_for_everything_has_no_gap(model):
-    """Exactly zero for every policy; one that reads weights has attention of another rounding."""
+@pytest.mark.parametrize("recent", [None, 8])
+def test_a_budget_for_everything_has_no_gap(model, recent):
+    """Exactly zero for every policy; but ThinKV forgets at the end of a thought, room or no room.
+
+    The smaller recency window makes all of them take single tokens.
+    """
     traces = traces_of(3, 30)
-    settings = {name: EvictionConfig(200, name) for name in POLICIES if name != "thinkv"}
-    for name, values in replay(model, traces, settings, "none").items():
-        exact = name in ATTENTION_FREE
-        assert values[:2].abs().max() <= (0 if exact else 1e-9), name
-        assert values[2].eq(1).all(), name
+    forgetful = ("thinkv", "full")
+    names = [name for name in POLICIES if name not in forgetful]
+    if recent is not None:  # too short for two blocks
+        names = [name for name in names if not POLICIES[name].blocks]
+    settings = [Setting(name, 200, recent) for name in names]
+    for setting, values in replay(model, traces, settings, "none").items():
+        assert values[:2].eq(0).all() and values[2].eq(1).all(), setting
 
 
 @pytest.mark.parametrize("positions", ["true", "cache-length"])
@@ -104,9 +120,8 @@ def test_the_gap_of_streaming_is_that_of_a_sliding_window(model, folder, compile
     target = tokens[:, 1:, None]
     gap = (full.gather(2, target) - window.gather(2, target))[..., 0]
     kl = (full.exp() * (full - window)).sum(-1)
-    config = EvictionConfig(budget, "streaming", sinks=0, recent=2)
-    found = replay(model, traces, {"streaming": config}, compile_mode, positions)
-    values = found["streaming"]
+    setting = WithoutSinks("streaming", budget, 2)
+    values = replay(model, traces, [setting], compile_mode, positions)[setting]
     # RoPE's cosines are float32 here, whatever the model's type.
     torch.testing.assert_close(values[0], gap, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(values[1], kl, rtol=1e-4, atol=1e-5)
@@ -118,11 +133,9 @@ def test_the_gap_of_streaming_is_that_of_a_sliding_window(model, folder, compile
 def test_blocks_end_where_they_do_in_generation(model, monkeypatch, policy):
     """After each token that makes the length of some row a multiple of the lag."""
     ends = []
-    monkeypatch.setattr(
-        fidelity.Engine, "end_block", lambda self: ends.append(self.cache.length.tolist())
-    )
-    replay(model, traces_of(3, 6, n_tokens=14), {"it": EvictionConfig(32, policy, lag=4)}, "none")
-    assert ends == [[n + 3, n + 6] for n in range(1, 15) if (n + 3) % 4 == 0 or (n + 6) % 4 == 0]
+    monkeypatch.setattr(Engine, "end_block", lambda self: ends.append(self.cache.length.tolist()))
+    replay(model, traces_of(3, 6, n_tokens=40), [Setting(policy, 32)], "none")  # lag 4
+    assert ends == [[n + 3, n + 6] for n in range(1, 41) if (n + 3) % 4 == 0 or (n + 6) % 4 == 0]
 
 
 def test_means_by_distance():
@@ -141,59 +154,133 @@ def test_mean_and_standard_error():
     assert fidelity.mean_and_error([0.5]) == (0.5, 0)
 
 
-def write_traces(path, *records):
-    lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def write_lines(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
 
 
 GOOD = {"id": "a", "prompt": "Why?", "trace": "Because of this and that."}
 
 
-def test_traces_are_cut_to_one_length(tmp_path, model):
+def test_traces_are_cut_to_one_length(model):
     """Those that are shorter are left out; the trace carries no second BOS."""
     long, short = GOOD | {"id": "b"}, GOOD | {"id": "c", "trace": "No."}
-    path = write_traces(tmp_path / "t.jsonl", GOOD, "", short, long)
-    traces = fidelity.read_traces(path, model.tokenizer, 10, None)
+    traces = [fidelity.tokenize_trace(record, model.tokenizer) for record in (GOOD, short, long)]
+    traces = fidelity.cut(traces, 10, None)
     assert [trace.id for trace in traces] == ["a", "b"]
-    assert traces[0].tokens == list(b"Because of") or len(traces[0].tokens) == 10
-    assert tiny.BOS not in traces[0].tokens and traces[0].prompt[0] == tiny.BOS
-    assert len(fidelity.read_traces(path, model.tokenizer, 10, 1)) == 1
+    assert model.tokenizer.decode(traces[0].tokens) == "Because of"
+    assert traces[0].prompt[0] == tiny.BOS and model.tokenizer.decode(traces[0].prompt) == "Why?"
+    assert tiny.BOS not in traces[0].tokens
+    assert len(fidelity.cut(traces, 10, 1)) == 1
+    with pytest.raises(ValueError, match="no trace has 11 tokens; lower --tokens"):
+        fidelity.cut(traces, 11, None)
 
 
-@pytest.mark.parametrize(
-    "record, words",
-    [
-        ("{", "line 2: "),
-        ("[1]", "line 2: "),
-        ({"id": "b", "prompt": "x"}, "line 2: no field 'trace'"),
-        (GOOD, "line 2: id 'a' comes twice"),
-        ({"id": "b", "prompt": 5, "trace": "x"}, "line 2: "),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path, model, record, words):
-    path = write_traces(tmp_path / "t.jsonl", GOOD, record)
-    with pytest.raises(ValueError, match=words) as error:
-        fidelity.read_traces(path, model.tokenizer, 5, None)
-    assert "\n" not in str(error.value)
-
-
-def test_the_command(tmp_path, folder, monkeypatch, capsys):
-    """A row for each policy and budget, and a record for each trace, in two batches."""
-    path = write_traces(tmp_path / "t.jsonl", *({**GOOD, "id": str(i)} for i in range(3)))
-    command = f"fidelity.py --checkpoint {folder} --traces {path} --tokens 20 --batch-size 2"
-    command += f" --policies streaming,h2o --budgets 12,16 --no-compile --output {tmp_path}/o.json"
-    monkeypatch.setattr(sys, "argv", command.split())
+def run_command(monkeypatch, capsys, folder, output, *options):
+    command = ["fidelity.py", "--checkpoint", str(folder), "--no-compile", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", [*command, *map(str, options)])
     fidelity.main()
-    out = capsys.readouterr().out
-    names = [f"{policy}, {budget}" for budget in (12, 16) for policy in ("streaming", "h2o")]
-    assert [line.split(" | ")[0] for line in out.splitlines()[4:]] == [f"| {n}" for n in names]
-    results = json.loads((tmp_path / "o.json").read_text(encoding="utf-8"))
-    assert [*results] == names
-    for records in results.values():
-        assert [record["trace"] for record in records] == ["0", "1", "2"]
-        assert records[0] == records[1] | {"trace": "0"}  # the same text
-        assert records[0]["all"]["kl"] > 0
+    return capsys.readouterr()
+
+
+def records_of(output):
+    files = output.glob("records*.jsonl")
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return sorted(lines)
+
+
+@pytest.fixture
+def traces_file(tmp_path):
+    """Two texts, one of them twice."""
+    texts = ("Because of this and that.", "Because of this and that.", "For no reason at all, say.")
+    records = (GOOD | {"id": str(i), "trace": text} for i, text in enumerate(texts))
+    return write_lines(tmp_path / "traces.jsonl", *records)
+
+
+def options_of(traces_file, *more):
+    options = ["--traces", traces_file, "--tokens", 20, "--batch-size", 2]
+    return [*options, "--policies", "streaming,full,h2o", "--budgets", "16,12", *more]
+
+
+def test_the_command(monkeypatch, capsys, folder, tmp_path, traces_file):
+    """A row for each setting by budget, a record for each trace; run again it draws the table."""
+    options = options_of(traces_file)
+    first = run_command(monkeypatch, capsys, folder, tmp_path / "run", *options)
+    names = ["full", "streaming, 12", "h2o, 12", "streaming, 16", "h2o, 16"]
+    assert [line.split(" | ")[0] for line in first.out.splitlines()[4:]] == [
+        f"| {n}" for n in names
+    ]
+    assert "15 of 15 replays, 0 minutes left" in first.err
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "settings.json",
+        "records.jsonl",
+        "table.md",
+        "loss_gap.png",
+        "kl.png",
+        "agreement.png",
+    }
+    by_name = {}
+    for line in records_of(tmp_path / "run"):
+        record = json.loads(line)
+        by_name.setdefault((record["policy"], record["budget"]), {})[record["trace"]] = record
+    assert len(by_name) == 5
+    for (policy, _), found in by_name.items():
+        assert sorted(found) == ["0", "1", "2"]
+        assert found["0"]["all"] == found["1"]["all"]  # the same text
+        assert (found["0"]["all"]["kl"] > 0) == (policy != "full")
+    again = run_command(monkeypatch, capsys, folder, tmp_path / "run", *options)
+    assert again.out == first.out and again.err == ""
+
+
+def test_a_broken_run_goes_on(monkeypatch, capsys, folder, tmp_path, traces_file):
+    """With every record of a whole run, wherever it was cut; and more settings may be added."""
+    options = options_of(traces_file)
+    whole = run_command(monkeypatch, capsys, folder, tmp_path / "whole", *options).out
+    records = (tmp_path / "whole/records.jsonl").read_bytes()
+    few = options_of(traces_file, "--policies", "h2o", "--budgets", 12)
+    run_command(monkeypatch, capsys, folder, tmp_path / "cut", *few)
+    assert len(records_of(tmp_path / "cut")) == 3
+    for length in random.Random(0).sample(range(len(records)), 4):
+        (tmp_path / "cut/records.jsonl").write_bytes(records[:length])
+        table = run_command(monkeypatch, capsys, folder, tmp_path / "cut", *options).out
+        assert sorted(table.splitlines()) == sorted(whole.splitlines())
+        assert records_of(tmp_path / "cut") == records_of(tmp_path / "whole")
+
+
+def test_processes_share_the_work(monkeypatch, capsys, folder, tmp_path, traces_file):
+    options = options_of(traces_file)
+    alone = run_command(monkeypatch, capsys, folder, tmp_path / "alone", *options).out
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        shared = run_command(monkeypatch, capsys, folder, tmp_path / "shared", *options).out
+    assert sorted(shared.splitlines()) == sorted(alone.splitlines())
+    counts = [
+        len((tmp_path / "shared" / name).read_text(encoding="utf-8").splitlines())
+        for name in ("records.jsonl", "records.1.jsonl")
+    ]
+    assert counts == [9, 6]
+
+
+def test_the_model_writes_the_traces(monkeypatch, capsys, folder, tmp_path):
+    """With a full cache, once for a folder; what they say is what it would generate."""
+    model_folder = tmp_path / "chat"
+    shutil.copytree(folder, model_folder)
+    tiny.make_tokenizer(model_folder, chat_template="{{ messages[0].content }}\n")
+    problems = [{"id": str(i), "problem": text} for i, text in enumerate(("Why?", "How so?"))]
+    options = ["--problems", write_lines(tmp_path / "problems.jsonl", *problems)]
+    options += ["--tokens", 30, "--policies", "streaming", "--budgets", 16, "--seed", 3]
+    first = run_command(monkeypatch, capsys, model_folder, tmp_path / "run", *options)
+    model = Transformer.from_pretrained(model_folder)
+    result = generate(
+        model, ["Why?", "How so?"], policy="full", max_new_tokens=30, seed=3, compile_mode="none"
+    )
+    written = json.loads((tmp_path / "run/traces.json").read_text(encoding="utf-8"))
+    assert [tokens for _, _, tokens in written] == [output.tokens for output in result.outputs]
+    assert [name for name, _, _ in written] == ["0", "1"]
+    assert len(records_of(tmp_path / "run")) == 2
+    again = run_command(monkeypatch, capsys, model_folder, tmp_path / "run", *options)
+    assert again.out == first.out and again.err == ""
 
 
 @pytest.mark.parametrize(
@@ -202,14 +289,33 @@ def test_the_command(tmp_path, folder, monkeypatch, capsys):
         (["--policies", "lru"], "unknown policy 'lru'"),
         (["--budgets", "few"], "budgets must be numbers"),
         (["--budgets", "4"], "budget 4 is smaller"),
+        (["--recent", "x"], "recent must be numbers"),
         (["--tokens", "0"], "tokens must be at least 1"),
+        (["--limit", "0"], "limit must be at least 1"),
         (["--batch-size", "0"], "batch-size must be at least 1"),
+        ([], "no field 'trace'"),
     ],
 )
-def test_bad_options_are_told_before_the_model_is_loaded(monkeypatch, capsys, options, words):
-    """Though neither the checkpoint nor the traces are there."""
-    command = ["fidelity.py", "--checkpoint", "/nowhere", "--traces", "/nowhere.jsonl", *options]
+def test_bad_input_is_told_before_the_model_is_loaded(
+    monkeypatch, capsys, tmp_path, options, words
+):
+    """The checkpoint is not there, and the file of traces is a bad one."""
+    traces = write_lines(tmp_path / "traces.jsonl", {"id": "a", "prompt": "b"})
+    command = ["fidelity.py", "--checkpoint", "/nowhere", "--traces", str(traces), *options]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as exit:
         fidelity.main()
     assert exit.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_other_settings_are_refused(monkeypatch, capsys, folder, tmp_path, traces_file):
+    """Other texts of the same name are other settings."""
+    options = options_of(traces_file)
+    run_command(monkeypatch, capsys, folder, tmp_path / "run", *options)
+    with pytest.raises(SystemExit):
+        run_command(monkeypatch, capsys, folder, tmp_path / "run", *options, "--tokens", 19)
+    assert "run holds a run with tokens 20, not 19" in capsys.readouterr().err
+    write_lines(traces_file, GOOD)
+    with pytest.raises(SystemExit):
+        run_command(monkeypatch, capsys, folder, tmp_path / "run", *options)
+    assert "run holds a run with texts 'traces.jsonl, sha256 " in capsys.readouterr().err

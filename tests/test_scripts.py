@@ -903,7 +903,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "extras"), [("demo.sh", "demo"), ("test.sh", "demo,test")])
+@pytest.mark.parametrize(("name", "extras"), [("demo.sh", "demo"), ("test.sh", "demo,eval,test")])
 def test_the_two_commands(tree, name, extras):
     """They pass their options on, and stop where a part of them fails."""
     *first, last = COMMANDS[name]

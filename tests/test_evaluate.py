@@ -1,0 +1,763 @@
+"""Accuracy under each policy: outcomes, statistics, and runs that are killed and shared."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+
+import evaluate
+from baselines import BASELINES
+from epikv import POLICIES
+from evaluate import OUTCOMES, Results, mcnemar
+from generate import Delta, Output, generate
+from model import Transformer
+from records import ROOT
+from tables import bootstrap, wilson
+
+TEMPLATE = "{% for m in messages %}{{ m.content }};{% endfor %}a:"
+PROBLEMS = [{"id": f"p{i}", "problem": f"{i} + {i}?", "answer": str(2 * i)} for i in range(5)]
+# Five problems with two samples in batches of four: the last batch has two rows, and two copies.
+REAL = "--budgets 64 --samples 2 --temperature 1 --max-new-tokens 12 --batch-size 4 --no-compile"
+REAL = REAL.split()
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Policies as they were, no torchrun, little patience; nothing drawn, but the plots by name."""
+    monkeypatch.setattr(evaluate, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(evaluate, "PATIENCE_SECONDS", 0.05)
+    for name, policy in BASELINES.items():
+        monkeypatch.setitem(POLICIES, name, policy)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    plots = {}
+
+    def line_plot(path, title, x_label, y_label, series, log_x=False):
+        plots[path.name] = series
+
+    monkeypatch.setitem(sys.modules, "plots", SimpleNamespace(line_plot=line_plot))
+    return plots
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tiny.make_model(tmp_path_factory.mktemp("model"), num_hidden_layers=4)
+    return tiny.make_tokenizer(folder, chat_template=TEMPLATE)
+
+
+def write_problems(path, problems=PROBLEMS):
+    text = "".join(json.dumps(problem) + "\n" for problem in problems)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def command(tmp_path, folder, monkeypatch, capsys):
+    """Runs the script in the folder `run`, and returns what it printed."""
+    dataset = write_problems(tmp_path / "problems.jsonl")
+
+    def run(*options, output="run", problems=None):
+        if problems is not None:
+            write_problems(dataset, problems)
+        paths = ["--checkpoint", folder, "--dataset", dataset, "--output", tmp_path / output]
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, paths), *options])
+        evaluate.main()
+        return capsys.readouterr()
+
+    return run
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# Problems --------------------------------------------------------------------------------------
+
+HUB_ROWS = {
+    "HuggingFaceH4/MATH-500": {"unique_id": "test/1", "problem": "1+1?", "answer": "2", "level": 1},
+    "Maxwell-Jia/AIME_2024": {"ID": "2024-I-1", "Problem": "1+1?", "Answer": 2},
+    "MathArena/aime_2025": {"problem_idx": 7, "problem": "1+1?", "answer": 2},
+    "openai/gsm8k": {"question": "1+1?", "answer": "One #### and\n1+1=<<1+1=2>>2\n#### 1,002"},
+}
+
+
+@pytest.mark.parametrize(
+    "name, arguments, id, answer",
+    [
+        ("math500", ("HuggingFaceH4/MATH-500", None, "test"), "test/1", "2"),
+        ("aime2024", ("Maxwell-Jia/AIME_2024", None, "train"), "2024-I-1", "2"),
+        ("aime2025", ("MathArena/aime_2025", None, "train"), "7", "2"),
+        ("gsm8k", ("openai/gsm8k", "main", "test"), "0", "1002"),
+    ],
+)
+def test_datasets_of_the_hub(monkeypatch, name, arguments, id, answer):
+    asked = []
+
+    def load_dataset(repo, config, *, split):
+        asked.append((repo, config, split))
+        return [HUB_ROWS[repo]]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    wanted = [{"id": id, "problem": "1+1?", "answer": answer}]
+    assert evaluate.load_problems(name) == wanted and asked == [arguments]
+
+
+def test_a_hub_out_of_reach(monkeypatch):
+    def load_dataset(*_, **__):
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(ValueError, match=r"openai/gsm8k \(no route to host\); give a JSON-lines"):
+        evaluate.load_problems("gsm8k")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install -e \.\[eval\]"):
+        evaluate.load_problems("gsm8k")
+
+
+# Work ------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A generation of what its prompts say: "eos|text", "length|text", or "boom|text"."""
+
+    seen = []  # prompts and seed of every batch, and rows read
+    breaks = True  # at "boom"; if not, that ends like others
+    order = 1  # -1: the last row ends first
+
+    def __init__(self, engine, prompts, max_new_tokens, stop_ids):
+        texts = [engine.model.tokenizer.decode(prompt) for prompt in prompts]
+        self.script = [text.partition("\n\n")[0].partition("|")[::2] for text in texts]
+        self.outputs = [Output() for _ in prompts]
+        self.prefill_seconds, self.decode_seconds = 1.0, 2.0
+        self.read = []
+        self.seen.append((texts, engine.state.seed.item(), self.read))
+
+    def __iter__(self):
+        for row, (stop, text) in [*enumerate(self.script)][:: self.order]:
+            output = self.outputs[row]
+            output.text, output.tokens = text[:1], [0]
+            yield Delta(row, [0], text[:1])
+            if stop == "boom" and self.breaks:
+                raise RuntimeError("out of\nmemory")
+            output.text, output.tokens = text, [0] * len(text)
+            output.stop_reason = stop.replace("boom", "eos")
+            self.read.append(row)
+            yield Delta(row, [0] * (len(text) - 1), text[1:])
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    def engine(model, *_):
+        return SimpleNamespace(model=model, state=SimpleNamespace(seed=torch.zeros(1).long()))
+
+    monkeypatch.setattr(evaluate, "Engine", engine)
+    monkeypatch.setattr(evaluate, "Generation", Scripted)
+    monkeypatch.setattr(Scripted, "seen", [])
+    return Scripted.seen
+
+
+def say(*replies, answer="4"):
+    return [{"id": f"p{i}", "problem": r, "answer": answer} for i, r in enumerate(replies)]
+
+
+def test_outcomes(tmp_path, command, scripted):
+    """One of each, but for two ways to fail."""
+    replies = [r"eos|so \boxed{4}", r"eos|\boxed{5}", "eos|four", r"length|\boxed{3} \boxed{4}"]
+    replies += [r"length|\boxed{5}", "length|hm", "boom|half"]
+    command("--policies", "streaming", "--batch-size", "1", problems=say(*replies))
+    records = read_lines(tmp_path / "run/records.jsonl")
+    keys = ("id", "outcome", "stopped", "answer", "tokens", "text")
+    found = [tuple(record[key] for key in keys) for record in records]
+    assert found == [
+        ("p0", "correct", "eos", "4", 12, r"so \boxed{4}"),
+        ("p1", "wrong", "eos", "5", 9, r"\boxed{5}"),
+        ("p2", "no answer", "eos", None, 4, "four"),
+        ("p3", "capped", "length", "4", 19, r"\boxed{3} \boxed{4}"),
+        ("p4", "capped", "length", "5", 9, r"\boxed{5}"),
+        ("p5", "capped", "length", None, 2, "hm"),
+        ("p6", "failed", None, None, 1, "h"),
+    ]
+    assert [r.get("right") for r in records] == [True, False, False, True, False, False, None]
+    assert records[6]["error"] == "RuntimeError: out of memory"
+    assert all((r["policy"], r["budget"], r["sample"]) == ("streaming", 1024, 0) for r in records)
+    # One of six is correct; (12 + 9 + 4 + 19 + 9 + 2) / 6 tokens; half of the six are capped.
+    (line,) = [
+        line for line in (tmp_path / "run/table.md").read_text().splitlines() if "1024" in line
+    ]
+    cells = line.strip("| ").split(" | ")
+    assert cells[:2] == ["streaming, 1024", "16.7"] and cells[3:9] == [
+        "6",
+        "6",
+        "1",
+        "1",
+        "1",
+        "3 (1)",
+    ]
+    assert cells[9:] == ["1", "9", "50.0"]
+
+
+def test_a_failure_is_no_wrong_answer(tmp_path, command, scripted):
+    """Of three answers one is right: by Wilson 6.1 to 79.2 %, as if the fourth were not there."""
+    replies = [r"eos|\boxed{4}", r"eos|\boxed{5}", "boom|x", "eos|five"]
+    out = command("--policies", "streaming", "--batch-size", "1", problems=say(*replies)).out
+    assert "| streaming, 1024 | 33.3 | 6.1 to 79.2 | 3 | 3 | 1 | 1 | 1 | 0 (0) | 1 |" in out
+
+
+def test_a_batch_that_breaks_fails_what_is_left_of_it(tmp_path, command, scripted):
+    replies = [r"eos|\boxed{4}", "boom|x", r"eos|\boxed{4}", r"eos|\boxed{4}"]
+    err = command("--policies", "streaming", "--batch-size", "3", problems=say(*replies)).err
+    records = read_lines(tmp_path / "run/records.jsonl")
+    outcomes = [(record["id"], record["outcome"]) for record in records]
+    assert outcomes == [("p0", "correct"), ("p1", "failed"), ("p2", "failed"), ("p3", "correct")]
+    assert "1 of 2 batches" in err and "2 failed: RuntimeError: out of memory" in err
+
+
+def test_an_answer_without_verdict_fails(tmp_path, command, scripted, monkeypatch):
+    def is_right(answer, truth):
+        raise TimeoutError("no verdict")
+
+    monkeypatch.setattr(evaluate, "is_right", is_right)
+    command("--policies", "streaming", problems=say(r"eos|\boxed{4}", "eos|none"))
+    first, second = read_lines(tmp_path / "run/records.jsonl")
+    assert first["outcome"] == "failed" and first["error"] == "TimeoutError: no verdict"
+    assert first["answer"] == "4" and second["outcome"] == "no answer"
+
+
+def test_failures_are_tried_again(tmp_path, command, scripted, monkeypatch):
+    """With their whole batch, of which nothing else is written; successes are left alone."""
+    replies = [r"eos|\boxed{4}", r"boom|\boxed{4}", r"eos|\boxed{4}", r"eos|\boxed{4}"]
+    options = ("--policies", "streaming", "--batch-size", "2")
+    out = command(*options, problems=say(*replies)).out
+    assert "| streaming, 1024 | 100.0 |" in out and "| 3 | 0 | 0 | 0 (0) | 1 |" in out
+    monkeypatch.setattr(Scripted, "breaks", False)
+    scripted.clear()
+    out = command(*options).out
+    assert len(scripted) == 1  # the second batch is done
+    records = read_lines(tmp_path / "run/records.jsonl")
+    assert [record["id"] for record in records] == ["p0", "p1", "p2", "p3", "p1"]
+    assert "| streaming, 1024 | 100.0 |" in out and "| 4 | 0 | 0 | 0 (0) | 0 |" in out
+
+
+def test_a_failure_gives_way_in_whatever_file(tmp_path):
+    failed = {"policy": "a", "budget": 1, "id": "p", "sample": 0, "outcome": "failed"}
+    good = failed | {"outcome": "wrong"}
+    for records in ([failed, good], [good, failed]):
+        assert [*evaluate.latest(records).values()] == [good]
+
+
+def test_batches_are_filled_up_and_differ_by_seed(command, scripted):
+    """Samples lie side by side; the copies are not waited for; policies share their seeds."""
+    options = ("--policies", "streaming,full", "--batch-size", "3", "--samples", "2")
+    command(*options, problems=say("eos|a", "eos|b"))
+    names = [[text[:5] for text in texts] for texts, _, _ in scripted]
+    assert names == [["eos|a", "eos|a", "eos|b"], ["eos|b"] * 3] * 2
+    assert [read for _, _, read in scripted] == [[0, 1, 2], [0]] * 2
+    seeds = [seed for _, seed, _ in scripted]
+    assert seeds[:2] == seeds[2:] and seeds[0] != seeds[1]
+    assert all(0 <= seed < 2**32 for seed in seeds)
+    assert evaluate.batch_seed(1, 11) != evaluate.batch_seed(11, 1)
+
+
+def test_a_copy_that_ends_first_is_no_answer(tmp_path, command, scripted, monkeypatch):
+    monkeypatch.setattr(Scripted, "order", -1)
+    command("--policies", "streaming", "--batch-size", "3", problems=say("eos|a", "eos|b"))
+    records = read_lines(tmp_path / "run/records.jsonl")
+    assert [(r["id"], r["outcome"]) for r in records] == [("p1", "no answer"), ("p0", "no answer")]
+
+
+def test_the_prompt_is_one_turn_with_the_instruction(command, scripted):
+    command("--policies", "streaming", "--batch-size", "1", problems=say("eos|a"))
+    instruction = r"Please reason step by step, and put your final answer within \boxed{}."
+    assert scripted[0][0] == [f"eos|a\n\n{instruction};a:"]
+
+
+def test_the_work_is_that_of_generate(tmp_path, command, folder):
+    """Every batch as the library does it on an engine of its own, the last one short."""
+    command("--policies", "epikv,full", *REAL)
+    records = read_lines(tmp_path / "run/records.jsonl")
+    model = Transformer.from_pretrained(folder, device="cpu")
+    texts = [f"{p['problem']}\n\n{evaluate.INSTRUCTION}" for p in PROBLEMS for _ in range(2)]
+    names = [(p["id"], sample) for p in PROBLEMS for sample in range(2)]
+    for policy, budget in (("epikv", 64), ("full", None)):
+        wanted = {}
+        for number in range(3):
+            prompts = texts[4 * number : 4 * number + 4]
+            prompts += prompts[-1:] * (4 - len(prompts))
+            settings = dict(temperature=1, max_new_tokens=12, compile_mode="none")
+            seed = evaluate.batch_seed(0, number)
+            result = generate(model, prompts, policy=policy, budget=budget, seed=seed, **settings)
+            here = names[4 * number : 4 * number + 4]
+            wanted |= dict(zip(here, result.outputs, strict=False))
+        found = [r for r in records if (r["policy"], r["budget"]) == (policy, budget)]
+        assert sorted((r["id"], r["sample"]) for r in found) == names
+        for record in found:
+            output = wanted[record["id"], record["sample"]]
+            assert record["text"] == output.text and record["tokens"] == len(output.tokens)
+            assert record["stopped"] == output.stop_reason
+    assert len({record["text"] for record in records}) > 10
+
+
+def test_two_runs_write_the_same(tmp_path, command):
+    """Byte for byte; what takes other times has other files. Another seed writes other texts."""
+    for output in ("one", "two"):
+        command("--policies", "epikv,random", *REAL, output=output)
+    command("--policies", "epikv,random", *REAL, "--seed", "1", output="three")
+    names = ("records.jsonl", "table.md", "settings.json")
+    one, two, three = (
+        [(tmp_path / run / name).read_bytes() for name in names] for run in ("one", "two", "three")
+    )
+    assert one == two and one[0] != three[0]
+
+
+def test_a_run_cut_anywhere_ends_the_same(tmp_path, command):
+    """Every number of whole lines, each with half a line more; what is done is not done again."""
+    command("--policies", "epikv,streaming", *REAL)
+    file, table = tmp_path / "run/records.jsonl", tmp_path / "run/table.md"
+    whole, wanted = file.read_bytes(), table.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for n in range(0, len(lines), 3):
+        file.write_bytes(b"".join(lines[:n]) + lines[n][:20])
+        table.unlink()
+        command("--policies", "epikv,streaming", *REAL)
+        assert file.read_bytes() == whole and table.read_bytes() == wanted
+
+
+def test_a_finished_run_only_reports(tmp_path, command, monkeypatch):
+    out = command("--policies", "epikv,streaming", *REAL).out
+    monkeypatch.setattr(evaluate, "Engine", None)
+    assert command("--policies", "epikv,streaming", *REAL).out == out
+
+
+def test_a_policy_is_added_to_a_folder(tmp_path, command):
+    command("--policies", "streaming", *REAL)
+    before = (tmp_path / "run/records.jsonl").read_bytes()
+    out = command("--policies", "streaming,epikv", *REAL).out
+    after = (tmp_path / "run/records.jsonl").read_bytes()
+    assert after.startswith(before) and after.count(b"\n") == 2 * before.count(b"\n") == 20
+    assert "| streaming, 64 |" in out and "| epikv, 64 |" in out and "against streaming" in out
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--seed", "1"], "holds a run with seed 0, not 1"),
+        (["--samples", "1"], "holds a run with samples 2, not 1"),
+        (["--greedy"], "holds a run with decoding {'temperature': 1.0"),
+        (["--limit", "4"], "holds a run with limit None, not 4"),
+        (["--max-new-tokens", "13"], "holds a run with max_new_tokens 12, not 13"),
+        (["--batch-size", "5"], "holds a run with batch_size 4, not 5"),
+        (["--dtype", "bfloat16"], "holds a run with dtype 'float32', not 'bfloat16'"),
+        (["--recent", "9"], "holds a run with recent None, not 9"),
+    ],
+)
+def test_other_settings_are_refused(command, scripted, capsys, options, words):
+    rest = [o for o in REAL if o not in ("--temperature", "1")] if "--greedy" in options else REAL
+    command("--policies", "streaming", *REAL)
+    with pytest.raises(SystemExit) as exit:
+        command("--policies", "streaming", *rest, *options)
+    assert exit.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_other_problems_are_refused(command, scripted, capsys):
+    command("--policies", "streaming", *REAL)
+    with pytest.raises(SystemExit):
+        command("--policies", "streaming", *REAL, problems=PROBLEMS[:4])
+    assert "holds a run with sha256" in capsys.readouterr().err
+
+
+# Processes -------------------------------------------------------------------------------------
+
+
+def test_two_processes_share_the_work(tmp_path, command, monkeypatch, capsys):
+    """The second first, here; the first then has the table of one process alone."""
+    out = command("--policies", "epikv,streaming", *REAL, output="alone").out
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        printed = command("--policies", "epikv,streaming", *REAL)
+        assert (printed.out == out) if rank == "0" else (printed.out == printed.err == "")
+    files = [tmp_path / "run/records.jsonl", tmp_path / "run/records.1.jsonl"]
+    shares = [{(r["policy"], r["id"]) for r in read_lines(file)} for file in files]
+    assert all(shares)
+    lines = sum((file.read_bytes().splitlines() for file in files), [])
+    assert sorted(lines) == sorted((tmp_path / "alone/records.jsonl").read_bytes().splitlines())
+    assert len(read_lines(tmp_path / "run/times.1.jsonl")) == 3  # of six batches
+    assert "| epikv, 64 |" in (tmp_path / "run/time.md").read_text(encoding="utf-8")
+
+
+def test_the_first_process_does_not_wait_for_ever(command, scripted, monkeypatch):
+    """And says what it has not got."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    problems = say("eos|a", "eos|b", "eos|c")
+    out = command("--policies", "streaming", "--batch-size", "2", problems=problems).out
+    assert "| streaming, 1024 | 0.0 | 0.0 to 65.8 | 2 | 2 |" in out
+    assert "Missing of streaming, 1024: 1 answers." in out
+
+
+def test_a_process_takes_its_own_gpu(monkeypatch):
+    """As torchrun numbers them, unless a device is named; graphs are captured there."""
+    asked, current = [], []
+
+    def from_pretrained(checkpoint, device, dtype):
+        asked.append(device)
+        return SimpleNamespace(device=torch.device(device))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(evaluate.Transformer, "from_pretrained", from_pretrained)
+    for local, device in ((None, None), ("3", None), ("3", "cpu")):
+        if local:
+            monkeypatch.setenv("LOCAL_RANK", local)
+        evaluate.load_model(SimpleNamespace(checkpoint="x", device=device, dtype=None))
+    assert asked == ["cuda:0", "cuda:3", "cpu"] and [*map(str, current)] == asked[:2]
+
+
+# Forks `main` over and over, and kills it at random: when the records have reached some length, or
+# after some time. Then two processes at once, one of which is killed and started again.
+KILLER = f"""
+import multiprocessing, os, random, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+sys.path.insert(0, {str(ROOT / "scripts")!r})
+sys.modules["plots"] = SimpleNamespace(line_plot=lambda *_, **__: None)
+import evaluate
+import math_verify
+import torch
+
+torch.set_num_threads(1)
+evaluate.POLL_SECONDS = 0.05
+fork = multiprocessing.get_context("fork")
+base, *options = sys.argv[1:]
+
+
+def child(output, rank, world):
+    os.environ |= {{"RANK": str(rank), "WORLD_SIZE": str(world)}}
+    sys.argv = ["evaluate.py", *options, "--output", f"{{base}}/{{output}}"]
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    evaluate.main()
+
+
+def start(output, rank=0, world=1):
+    process = fork.Process(target=child, args=(output, rank, world))
+    process.start()
+    return process
+
+
+def size(output):
+    file = Path(base, output, "records.jsonl")
+    return file.stat().st_size if file.exists() else 0
+
+
+begin = time.monotonic()
+process = start("whole")
+process.join()
+assert process.exitcode == 0
+duration, total = time.monotonic() - begin, size("whole")
+draw, kills = random.Random(0), 0
+while kills < 10:
+    process, begin = start("killed"), time.monotonic()
+    until = size("killed") + draw.random() * total / 8 if kills % 2 else total
+    delay = duration * draw.random() if kills % 2 == 0 else 1e9
+    while process.is_alive() and size("killed") < until and time.monotonic() - begin < delay:
+        time.sleep(0.0005)
+    process.kill()
+    process.join()
+    kills += 1
+    print(size("killed"), total)
+    if size("killed") == total:  # done too soon: once more from the start, not to kill a report
+        for file in Path(base, "killed").iterdir():
+            file.unlink()
+for output, killed in (("killed", []), ("shared", [1])):
+    world = 1 + len(killed)
+    processes = [start(output, rank, world) for rank in range(world)]
+    for rank in killed:
+        time.sleep(duration / 3)
+        processes[rank].kill()
+        processes[rank] = start(output, rank, world)
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+"""
+
+
+def test_runs_that_are_killed(tmp_path, folder):
+    """Ten times at random, and one of two processes that share a folder: the end is the same."""
+    dataset = write_problems(tmp_path / "problems.jsonl")
+    options = ["--checkpoint", str(folder), "--dataset", str(dataset)]
+    options += ["--policies", "epikv,streaming,full", *REAL]
+    run = subprocess.run(
+        [sys.executable, "-c", KILLER, str(tmp_path), *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=85,
+    )
+    assert run.returncode == 0, run.stderr
+    cuts = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+    assert len(cuts) == 10 and sum(0 < size < total for size, total in cuts) >= 3
+    for name in ("records.jsonl", "table.md", "settings.json"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert len(read_lines(tmp_path / "whole/records.jsonl")) == 30
+    shared = [(tmp_path / f"shared/records{n}.jsonl").read_bytes() for n in ("", ".1")]
+    whole = (tmp_path / "whole/records.jsonl").read_bytes()
+    assert sorted(b"".join(shared).splitlines()) == sorted(whole.splitlines())
+    assert (tmp_path / "shared/table.md").read_bytes() == (tmp_path / "whole/table.md").read_bytes()
+
+
+# Statistics ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "right, n, interval",
+    [(81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (0, 20, (0, 0.1611))]
+    + [(1, 29, (0.0061, 0.1718)), (20, 20, (1 - 0.1611, 1))],
+)
+def test_wilson_as_published(right, n, interval):
+    """Newcombe, Statistics in Medicine 17 (1998), table I."""
+    assert wilson(right / n, n) == pytest.approx(interval, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    "values, interval",
+    [
+        ([0.5] * 3, (0.5, 0.5)),
+        ([0.0, 1.0], (0, 1)),  # each has a chance of a quarter
+        ([0.0, 1.0, 1.0, 1.0], (0.25, 1)),  # all zeros 0.4 %, at most one one 5.1 %
+        ([0.0] * 10 + [1.0] * 10, (0.3, 0.7)),  # at most 5 of 20: 2.07 %, at most 6: 5.77 %
+    ],
+)
+def test_bootstrap_by_hand(values, interval):
+    assert bootstrap(values) == pytest.approx(interval)
+
+
+def test_bootstrap_is_always_the_same():
+    values = torch.arange(50.0).sin().tolist()
+    assert bootstrap(values) == bootstrap(values)
+
+
+@pytest.mark.parametrize(
+    "first, second, p",
+    [(1, 5, 0.21875), (5, 1, 0.21875), (0, 0, 1), (3, 3, 1), (0, 5, 0.0625), (2, 8, 0.109375)],
+)
+def test_mcnemar_by_hand(first, second, p):
+    """1 of 6: 2 x (1 + 6) / 64; 2 of 10: 2 x (1 + 10 + 45) / 1024; never above 1."""
+    assert mcnemar(first, second) == p
+
+
+def some(policy, budget, *outcomes):
+    """Records by outcome: a word for each problem, or one for each sample with commas."""
+    return [
+        {"policy": policy, "budget": budget, "id": str(i), "sample": sample, "tokens": 10 * (i + 1)}
+        | {"outcome": outcome, "right": outcome == "correct"}
+        | {"stopped": "length" if outcome == "capped" else "eos"}
+        for i, samples in enumerate(outcomes)
+        for sample, outcome in enumerate(samples.split(","))
+    ]
+
+
+def test_samples_count_within_their_problem():
+    """Halves and wholes, failures left out; a problem of failures alone is none."""
+    records = some("a", 8, "correct,wrong", "correct,failed", "failed,failed", "capped,no answer")
+    shares = evaluate.solved_shares(records)
+    assert shares == {"0": 0.5, "1": 1, "3": 0}
+    # Of 27 draws one has mean 0, one has mean 1: both ends are within 1 / 27 = 3.7 %.
+    assert evaluate.accuracy(shares, n_samples=2) == pytest.approx((0.5, 0, 1))
+    assert evaluate.mean_tokens(records) == (10 + 10 + 20 + 40 + 40) / 5
+    assert evaluate.capped_rate(records) == 1 / 5
+
+
+def paired(first, second, n_samples=1, policy="b"):
+    key = (policy, None if policy == "full" else 8)
+    records = {("a", 8): some("a", 8, *first), key: some(policy, key[1], *second)}
+    results = Results(["a", policy], [8], n_samples, len(first), records)
+    *_, line = evaluate.paired_table(results).splitlines()
+    return line[2:-2].split(" | ")
+
+
+@pytest.mark.parametrize("policy", ["b", "full"])
+def test_paired_differences(policy):
+    """One problem won, five lost, one like the other, one failed: -4 of 7."""
+    first = ["wrong", *["correct"] * 5, "capped", "correct"]
+    second = ["correct", *["wrong"] * 5, "no answer", "failed"]
+    cells = paired(first, second, policy=policy)
+    assert cells[:4] == [policy, "8", "7", "-57.1"] and cells[5] == "0.2188"
+    low, high = map(float, cells[4].split(" to "))
+    assert low == pytest.approx(-100, abs=0.1) and high in (0, 14.3)
+
+
+def test_paired_differences_of_samples():
+    """No McNemar; every problem half better: no doubt within these."""
+    cells = paired(["wrong,correct"] * 3, ["correct,correct"] * 3, n_samples=2)
+    assert cells[2:] == ["3", "+50.0", "+50.0 to +50.0", ""]
+    assert paired(["failed"], ["correct"])[2] == "0"
+
+
+def test_only_failures(tmp_path, alone):
+    """A row of a table without numbers, and no plot of them."""
+    results = Results(["a"], [8], 1, 1, {("a", 8): some("a", 8, "failed")})
+    assert "| a, 8 |  |  | 0 | 0 | 0 | 0 | 0 | 0 (0) | 1 |  |  |" in evaluate.accuracy_table(
+        results
+    )
+    evaluate.draw_plots(tmp_path, "", results, {})
+    assert alone == {}
+
+
+def test_plots(tmp_path, alone):
+    """By budget, ascending; the full cache is level over all of them."""
+    records = {("full", None): some("full", None, "correct", "correct")}
+    for budget, outcome in ((16, "correct"), (8, "capped")):
+        records["a", budget] = some("a", budget, "wrong", outcome)
+    results = Results(["full", "a"], [16, 8], 1, 2, records)
+    times = {("a", 8): {"rows": 2, "seconds": 3.0, "tokens": 5, "memory": 0}}
+    evaluate.draw_plots(tmp_path, "", results, times)
+    assert [*alone] == ["accuracy.png", "tokens.png", "capped.png", "time.png"]
+    full, a = alone["accuracy.png"].values()
+    # Wilson of 2 / 2, 0 / 2 and 1 / 2: 1 / (1 + z^2 / 2) = 34.24 %, and 1/2 -+ 40.55 %.
+    assert full == [(8, *full[0][1:]), (16, *full[0][1:])]
+    assert full[0][1:] == pytest.approx((100, 34.24, 100), abs=0.01)
+    assert a[0] == pytest.approx((8, 0, 0, 65.76), abs=0.01)
+    assert a[1] == pytest.approx((16, 50, 9.45, 90.55), abs=0.01)
+    assert alone["tokens.png"] == {p: [(8, 15, 15, 15), (16, 15, 15, 15)] for p in ("full", "a")}
+    assert alone["capped.png"]["a"] == [(8, 50, 50, 50), (16, 0, 0, 0)]
+    assert alone["time.png"] == {"a": [(8, 1.5, 1.5, 1.5)]}
+
+
+def test_times_add_up(tmp_path):
+    """Over batches and processes, without a line that was cut; memory is the largest."""
+    batch = {"policy": "a", "budget": 8, "rows": 2, "seconds": 3.0, "tokens": 600}
+    lines = [json.dumps(batch | {"peak_memory": gb * 10**9}) for gb in (2, 1)]
+    (tmp_path / "times.jsonl").write_text(lines[0] + "\n" + lines[1][:9], encoding="utf-8")
+    (tmp_path / "times.1.jsonl").write_text(lines[1] + "\n", encoding="utf-8")
+    times = evaluate.read_times(tmp_path, [("b", 8), ("a", 8)])
+    assert times == {("a", 8): {"rows": 4, "seconds": 6.0, "tokens": 1200, "memory": 2 * 10**9}}
+    *_, line = evaluate.time_table(times).splitlines()
+    assert line == "| a, 8 | 5.00 | 200.00 | 1.50 | 2.00 |"
+
+
+def test_times_of_batches(tmp_path, command, scripted):
+    """Prefill and decoding of the rows asked for, without the copies; a torn line is mended."""
+    options = ("--budgets", "64", "--batch-size", "2")
+    problems = say("eos|a", "eos|bb", "eos|cccc")
+    command("--policies", "streaming", *options, problems=problems)
+    file = tmp_path / "run/times.jsonl"
+    first, second = read_lines(file)
+    assert {k: second[k] for k in ("policy", "budget", "batch", "rows", "seconds", "tokens")} == {
+        "policy": "streaming", "budget": 64, "batch": 1, "rows": 1, "seconds": 3, "tokens": 4
+    }  # fmt: skip
+    assert (first["rows"], first["tokens"]) == (2, 3) and first["peak_memory"] > 10**7
+    file.write_text(json.dumps(first) + "\n" + json.dumps(second)[:30], encoding="utf-8")
+    command("--policies", "epikv", *options)
+    assert [line["policy"] for line in read_lines(file)] == ["streaming", "epikv", "epikv"]
+
+
+def test_all_outcomes_are_counted():
+    records = some("a", 8, *OUTCOMES)
+    row = evaluate.accuracy_row(("a", 8), records, Results(["a"], [8], 1, 5, {}))
+    assert row[5:10] == ["1", "1", "1", "1 (0)", "1"]
+
+
+# Bad input -------------------------------------------------------------------------------------
+
+GOOD = json.dumps(PROBLEMS[0])
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--policies", "lru"], "unknown policy 'lru'; known: "),
+        (["--policies", ""], "unknown policy ''; known: "),
+        (["--budgets", "few"], "budgets must be numbers with commas, got 'few'"),
+        (["--budgets", "4"], "budget 4 is smaller than sinks 4 + recent 1 + 1"),
+        (["--budgets", "0"], "budget must be at least 1, got 0"),
+        (["--recent", "-1"], "sinks and recent must be 0 or more, got 4, -1"),
+        (["--limit", "0"], "limit must be at least 1, got 0"),
+        (["--samples", "0"], "samples must be at least 1, got 0"),
+        (["--batch-size", "-2"], "batch-size must be at least 1, got -2"),
+        (["--max-new-tokens", "0"], "max-new-tokens must be at least 1, got 0"),
+        (["--temperature", "-1"], "temperature must be 0 or more, got -1.0"),
+        (["--greedy", "--temperature", "1"], "not allowed with argument --greedy"),
+        (["--seed", "-1"], "seed must be from 0 to 2^32 - 1, got -1"),
+        (["--dataset", "math50"], "dataset 'math50' is no file and none of math500, aime2024"),
+        (["{"], "line 2: no JSON: "),
+        ([GOOD], "line 2: id 'p0' comes twice"),
+        (['{"id": "b", "problem": "x"}'], "line 2: no field 'answer'"),
+        (['{"id": "b", "problem": "x", "answer": 5}'], "line 2: 'answer' is 5, not a str"),
+        ([""], "problems.jsonl' holds no problems"),
+        ([], "/nowhere"),  # at last the checkpoint
+    ],
+)
+def test_bad_input_is_told_before_the_model_is_loaded(
+    tmp_path, monkeypatch, capsys, options, words
+):
+    """In one line, without a folder; a line of the dataset stands for that dataset."""
+    file = tmp_path / "problems.jsonl"
+    lines = [] if options[:1] == [""] else [GOOD]
+    if options and not options[0].startswith("--"):
+        lines, options = lines + options, []
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    paths = ["--checkpoint", "/nowhere", "--dataset", str(file), "--output", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *paths, *options])
+    with pytest.raises(SystemExit) as exit:
+        evaluate.main()
+    message = capsys.readouterr().err
+    assert exit.value.code == 2 and words in message and message.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("package", ["math_verify", "matplotlib"])
+def test_what_is_not_installed_is_told_first(monkeypatch, package):
+    there = evaluate.importlib.util.find_spec
+    monkeypatch.setattr(
+        evaluate.importlib.util, "find_spec", lambda name: name != package and there(name) or None
+    )
+    args = evaluate.make_parser().parse_args(["--checkpoint", "/nowhere", "--dataset", "x"])
+    with pytest.raises(ValueError, match=rf"{package} is missing: pip install -e \.\[eval\]"):
+        evaluate.evaluate(args, 0, 1)
+
+
+def test_what_the_model_cannot_do(tmp_path, folder, command, capsys):
+    """More tokens than its context holds, and a checkpoint that is not for chats."""
+    with pytest.raises(SystemExit) as exit:
+        command("--policies", "streaming", "--max-new-tokens", "250")
+    assert exit.value.code == 2 and "leaves " in capsys.readouterr().err
+    bare = tiny.make_tokenizer(tiny.make_model(tmp_path / "bare"))
+    with pytest.raises(SystemExit):
+        command("--policies", "streaming", "--checkpoint", str(bare))
+    assert "error: the checkpoint has no chat template" in capsys.readouterr().err
+
+
+def test_decoding_is_recorded_as_it_is(tmp_path, command, scripted):
+    """And the tokens to the end of the context: 256 less the prompt of 84 and two digits."""
+    command("--greedy", "--policies", "streaming", output="greedy")
+    command("--temperature", "0.5", "--policies", "streaming", "--limit", "2", output="drawn")
+    greedy, drawn = (tiny.read_json(tmp_path / f"{n}/settings.json") for n in ("greedy", "drawn"))
+    assert greedy["decoding"] == "greedy"
+    limits = {"top_k": None, "top_p": None, "min_p": None}
+    assert drawn["decoding"] == {"temperature": 0.5} | limits
+    prompt = f"0 + 0?\n\n{evaluate.INSTRUCTION};a:"
+    assert greedy["max_new_tokens"] == 256 - len(prompt)
+    assert (greedy["limit"], drawn["limit"]) == (None, 2)
+    assert len(read_lines(tmp_path / "greedy/records.jsonl")) == 5
+    assert [r["id"] for r in read_lines(tmp_path / "drawn/records.jsonl")] == ["p0", "p1"]
+
+
+@pytest.mark.parametrize("options, temperature, top_p", [([], 0.6, 0.95), (["--greedy"], 0, None)])
+def test_a_runner_as_asked_for(tmp_path, options, temperature, top_p):
+    """The checkpoint's decoding unless greedy; a full cache for 1,000 + 100 tokens; what policies
+    take from the command line."""
+    defaults = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    model = SimpleNamespace(config=SimpleNamespace(max_positions=4096), defaults=defaults)
+    options += ["--checkpoint", "x", "--dataset", "x", "--seed", "3", "--recent", "2"]
+    args = evaluate.make_parser().parse_args([*options, "--max-new-tokens", "100"])
+    rows = [evaluate.Row("a", 0, [1] * n, "") for n in (1000, 10)]
+    keys = [("random", 8), ("full", None)]
+    runner = evaluate.make_runner(args, model, rows, keys, tmp_path)
+    assert (runner.sampling.temperature, runner.sampling.top_p) == (temperature, top_p)
+    random, full = (runner.configs[key] for key in keys)
+    assert (random.policy, random.budget, random.seed, random.recent) == ("random", 8, 3, 2)
+    assert (full.policy, full.budget) == ("full", 2048)
