@@ -257,6 +257,7 @@ class Block(nn.Module):
         k = rotate(self.k_norm(k).transpose(1, 2), cos, sin)  # [B, H_kv, T, D]
         v = v.transpose(1, 2)
         if slot is None:
+            v = v.contiguous()  # a view would keep q and k alive until the prompt is admitted
             attended = attend_to_prompt(q, k, v, cache, n_cached, mask)
         else:
             cache.write(slot, k, v)
@@ -406,7 +407,7 @@ class Transformer(nn.Module):
         Decode gives `slot` [B, l, h], where each row's token (T = 1) is stored, and the `mask` of
         `SlotCache.attention_mask`, or None when all slots are taken. Prefill gives `n_cached`, the
         slots already occupied, and stores nothing; a mask [B, l, 1, T, n_cached + T] says which
-        tokens see which, if not each all before it. `run_block` is Block.forward or a compiled form.
+        tokens see which, if not each all before it. `run_block`: Block.forward or a compiled form.
 
         Returns the last residual [B, T, hidden], the residuals after the blocks `cache.reads`, and
         every layer's keys and values [B, H_kv, T, D].
@@ -442,14 +443,24 @@ class Transformer(nn.Module):
         cache and one chunk. It runs eagerly: a matrix product of thousands of rows gains little
         from compilation, and every new length would compile anew.
         """
-        n_tokens, budget = tokens.shape[1], cache.config.budget
+        n_tokens = tokens.shape[1]
         cache.protect_prompt(n_tokens)
-        for start in range(0, n_tokens, min(PREFILL_CHUNK, budget)):
-            chunk = tokens[:, start : start + min(PREFILL_CHUNK, budget)]
-            position = torch.arange(start, start + chunk.shape[1], device=tokens.device)[None]
-            x, residuals, k, v = self(chunk, position, cache, n_cached=min(start, budget))
-            cache.admit(k, v, residuals)
-        return self.logits(x[:, -1])
+        start = 0
+        for chunk in tokens.split(min(PREFILL_CHUNK, cache.config.budget), dim=1):
+            last = self.prefill_chunk(chunk, start, cache)
+            start += chunk.shape[1]
+        return self.logits(last)
+
+    def prefill_chunk(self, tokens: Tensor, start: int, cache: SlotCache) -> Tensor:
+        """Take in tokens [1, T] at positions from `start`. The residual of the last [1, hidden].
+
+        On return all else of the chunk is freed, before the next one needs its room.
+        """
+        position = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
+        n_cached = min(start, cache.config.budget)
+        x, residuals, k, v = self(tokens, position, cache, n_cached=n_cached)
+        cache.admit(k, v, residuals)
+        return x[:, -1].clone()
 
     def new_cache(self, config, batch_size: int = 1) -> SlotCache:
         """An empty cache of this model's shape for `batch_size` rows; `config`: EvictionConfig.

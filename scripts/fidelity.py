@@ -6,7 +6,8 @@
 Texts are fed token by token under the full cache and under every policy and budget, all in step. At
 each token the distribution of the next is compared with the full cache's: the loss gap in nats (on
 the text's own next token), the KL divergence, and whether the likeliest token agrees. No answer key
-is needed, and a small model shows differences in minutes.
+is needed, and a small model shows differences in minutes. Also told is the share of slots held, of
+those that can be by then: some policies leave slots empty for a while.
 
 A file of --traces holds JSON lines with `id`, `prompt` and `trace`: the prompt is prefilled, the
 trace replayed. One of --problems holds `id` and `problem`: the model writes the traces itself, with
@@ -49,8 +50,9 @@ from replay import (  # noqa: E402
     reads_attention,
     takes_chunks,
 )
+from tables import markdown  # noqa: E402
 
-MEASURES = ("loss_gap", "kl", "agreement")
+MEASURES = ("loss_gap", "kl", "agreement", "held")
 # Tokens by how far the text has run past the budget.
 DISTANCES = {
     "before": (-math.inf, 0),
@@ -79,13 +81,13 @@ class Kind:
 
 
 def compare(full: Tensor, other: Tensor, target: Tensor) -> Tensor:
-    """The `MEASURES` of logits [B, T, vocab] against the full cache's. [3, B, T]"""
+    """Loss gap, KL, agreement of logits [B, T, vocab] with the full cache's. [3, B, T] float64"""
     full, other = full.log_softmax(-1), other.log_softmax(-1)
     difference = full - other
     loss_gap = difference.gather(-1, target[..., None])[..., 0]
     kl = (full.exp() * difference).sum(-1)
     agreement = full.argmax(-1) == other.argmax(-1)
-    return torch.stack([loss_gap, kl, agreement.to(kl.dtype)])
+    return torch.stack([loss_gap.double(), kl.double(), agreement.double()])
 
 
 def replay(
@@ -96,7 +98,7 @@ def replay(
     positions: str = "true",
     seed: int = 0,
 ) -> dict[Setting, Tensor]:
-    """The `MEASURES` [3, B, N] of every setting at the N tokens of B traces of equal length.
+    """The `MEASURES` [4, B, N] of every setting at the N tokens of B traces of equal length.
 
     Each is compared with a full cache that computes, and rounds, as it does (see `Kind`), so a
     policy that forgets nothing has a gap of exactly zero.
@@ -120,8 +122,8 @@ def replay(
     for chunk in tokens.split(CHUNK, dim=1):
         wanted = {kind: one.feed(chunk) for kind, one in full.items()}
         for setting, other in others.items():
-            logits = other.feed(chunk)
-            found[setting].append(compare(wanted[kinds[setting]], logits, chunk).cpu())
+            measures = compare(wanted[kinds[setting]], other.feed(chunk), chunk)
+            found[setting].append(torch.cat([measures, other.held[None]]).cpu())
     return {setting: torch.cat(values, dim=-1) for setting, values in found.items()}
 
 
@@ -152,7 +154,7 @@ def write_traces(model: Transformer, problems: list[dict], args: argparse.Namesp
 
 
 def summarise(values: Tensor, traces: list[Trace], budget: int | None) -> list[dict]:
-    """A record for each trace: means of `values` [3, B, N] over all tokens, and by distance."""
+    """A record for each trace: means of `values` [4, B, N] over all tokens, and by distance."""
     limit = math.inf if budget is None else budget
     records = []
     for row, trace in enumerate(traces):
@@ -168,7 +170,7 @@ def summarise(values: Tensor, traces: list[Trace], budget: int | None) -> list[d
 
 
 def means(values: Tensor) -> dict[str, float]:
-    return dict(zip(MEASURES, values.double().mean(-1).tolist(), strict=True))
+    return dict(zip(MEASURES, [round(mean, 7) for mean in values.mean(-1).tolist()], strict=True))
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
@@ -179,15 +181,15 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
 
 def table(results: dict[Setting, list[dict]]) -> str:
     """A Markdown table: a row for each setting, means and standard errors over the traces."""
-    titles = ["loss gap, nats", "KL, nats", "agreement", *(f"gap {name}" for name in DISTANCES)]
-    lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
-    for name, records in results.items():
+    titles = ["", "loss gap, nats", "KL, nats", "agreement", "slots held"]
+    rows = []
+    for setting, records in results.items():
         cells = [cell([record["all"][measure] for record in records]) for measure in MEASURES]
         for distance in DISTANCES:
             gaps = [record[distance]["loss_gap"] for record in records if distance in record]
             cells.append(cell(gaps) if gaps else "")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([str(setting), *cells])
+    return markdown([*titles, *(f"gap {name}" for name in DISTANCES)], rows)
 
 
 def cell(values: list[float]) -> str:

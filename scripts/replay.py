@@ -109,18 +109,25 @@ class Replay:
     def feed(self, tokens: Tensor) -> Tensor:
         """Take the next T tokens of every row, [B, T]. The logits before each: [B, T, vocab].
 
-        Those after the last are in `logits`.
+        Those after the last are in `logits`, and in `held` [B, T] is the share of slots that are
+        taken after each of the T steps, of those that could be.
         """
-        before = [self.logits[:, None]]
-        if self.chunked:
+        before, self.held = [self.logits[:, None]], torch.ones_like(tokens, dtype=torch.float64)
+        if self.chunked:  # by policies that never free a slot
             for chunk in tokens.split(CHUNK, dim=1):
                 before.append(self.feed_chunk(chunk))
         else:
-            for token in tokens.unbind(1):
+            for step, token in enumerate(tokens.unbind(1)):
                 before.append(self.feed_token(token))
+                self.held[:, step] = self.share_held()
         logits = torch.cat(before, dim=1)
         self.logits = logits[:, -1]
         return logits[:, :-1]
+
+    def share_held(self) -> Tensor:
+        """Slots taken, of those that can be by now, mean over layers and heads. [B] float64"""
+        taken = (self.cache.position != NO_POSITION).sum(-1).double().mean((1, 2))
+        return taken / self.cache.length.clamp(max=self.cache.config.budget)
 
     def feed_token(self, token: Tensor) -> Tensor:
         """One decode step with `token` [B], as in generation. Returns logits [B, 1, vocab]."""

@@ -70,8 +70,8 @@ def test_the_full_cache_has_no_gap(model):
     """Exactly: it is compared with itself."""
     traces = traces_of(3, 30)
     (values,) = replay(model, traces, [Setting("full")], "none").values()
-    assert values.shape == (3, 2, 40)
-    assert values[0].eq(0).all() and values[1].eq(0).all() and values[2].eq(1).all()
+    assert values.shape == (4, 2, 40)
+    assert values[0].eq(0).all() and values[1].eq(0).all() and values[2:].eq(1).all()
 
 
 @pytest.mark.parametrize("recent", [None, 8])
@@ -87,7 +87,7 @@ def test_a_budget_for_everything_has_no_gap(model, recent):
         names = [name for name in names if not POLICIES[name].blocks]
     settings = [Setting(name, 200, recent) for name in names]
     for setting, values in replay(model, traces, settings, "none").items():
-        assert values[:2].eq(0).all() and values[2].eq(1).all(), setting
+        assert values[:2].eq(0).all() and values[2:].eq(1).all(), setting
 
 
 @pytest.mark.parametrize("positions", ["true", "cache-length"])
@@ -140,7 +140,7 @@ def test_blocks_end_where_they_do_in_generation(model, monkeypatch, policy):
 
 def test_means_by_distance():
     """A prompt of 3 and 6 tokens around a budget of 5: the first two before it is full."""
-    values = torch.arange(6.0).expand(3, 1, 6)
+    values = torch.arange(6.0).expand(4, 1, 6)
     (record,) = summarise(values, [Trace("a", [1] * 3, [2] * 6)], budget=5)
     assert record["trace"] == "a"
     assert record["all"] == dict.fromkeys(fidelity.MEASURES, 2.5)

@@ -286,3 +286,17 @@ def test_bad_input_is_one_line(monkeypatch, capsys, options, message):
 def test_the_script_starts():
     done = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--measure-up-to" in done.stdout
+
+
+@pytest.mark.parametrize("contender", ["full", "epikv"])
+def test_chunks_of_a_prompt_do_not_add_up(monkeypatch, contender):
+    """Beside the cache one chunk's keys and values are alive, 2 L H_kv D T, not those of two."""
+    monkeypatch.setattr(model_file, "PREFILL_CHUNK", 64)
+    shape = config(n_layers=8)
+    kv = 2 * 8 * 2 * 8 * 4  # bytes of a token
+
+    def beside_the_cache(n_tokens):
+        start, peak = account(shape, torch.float32, "cpu", contender, n_tokens, 256)
+        return peak - start - kv * (n_tokens + 1 if contender == "full" else 256)
+
+    assert beside_the_cache(128) - beside_the_cache(64) < kv * 64 / 4

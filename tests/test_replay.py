@@ -135,6 +135,20 @@ def test_the_split_does_not_matter(model, policy):
     torch.testing.assert_close(torch.cat(parts, 1), replay.feed(tokens), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("policy", ["epikv", "lag-kv", "h2o", "thinkv"])
+def test_the_share_of_slots_held(model, policy):
+    """All that can be; but ThinKV empties slots, here after the first blocks: see its own tests."""
+    replay = Replay(model, EvictionConfig(128, policy), prompts_of(10, 20), 200, "none")
+    shares = []
+    for token in random_tokens(2, 200).split(1, dim=1):
+        replay.feed(token)
+        position = replay.cache.position.flatten(1, 2)  # [B, l * h, S]
+        possible = torch.tensor([10, 20]) + len(shares) + 1
+        shares.append((position >= 0).double().mean((1, 2)) * 128 / possible.clamp(max=128))
+        torch.testing.assert_close(replay.held[:, 0], shares[-1])
+    assert (min(share.min() for share in shares) == 1) == (policy != "thinkv")
+
+
 def test_nothing_compiles_while_tokens_are_fed(model):
     replay = Replay(model, EvictionConfig(32, "epikv"), prompts_of(3, 8), 60)
     with torch.compiler.set_stance("fail_on_recompile"):
