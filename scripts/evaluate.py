@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import statistics
 import sys
@@ -43,8 +42,9 @@ from generate import (  # noqa: E402
     tokenize,
 )
 from model import Transformer, one_line  # noqa: E402
+from plots import line_plot, need_matplotlib  # noqa: E402
 from records import RunFolder, drop_torn_line, process_rank, read_records  # noqa: E402
-from tables import bootstrap, markdown, wilson  # noqa: E402
+from tables import bootstrap, markdown, mcnemar, wilson  # noqa: E402
 
 # DeepSeek's advice for its R1 models, which goes without a system message.
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -312,12 +312,6 @@ def wait_for_rows(path: Path, settings: dict, names: set[tuple]) -> dict[tuple, 
 # Statistics ------------------------------------------------------------------------------------
 
 
-def mcnemar(only_first: int, only_second: int) -> float:
-    """The exact two-sided p of problems that only one of two solved, were both as likely."""
-    n, fewer = only_first + only_second, min(only_first, only_second)
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)
-
-
 def solved_shares(records: list[dict]) -> dict[str, float]:
     """Of each problem the share of its samples that are correct, failures left out."""
     samples = {}
@@ -457,8 +451,6 @@ def points_of(results: Results, times: dict[Key, dict], key: Key) -> dict[str, t
 
 def draw_plots(path: Path, title: str, results: Results, times: dict[Key, dict]) -> None:
     """A plot of each of PLOTS against the budget, the full cache as a level line."""
-    from plots import line_plot
-
     points = {key: points_of(results, times, key) for key in results.records}
     for name, y_label in PLOTS.items():
         series = {}
@@ -502,9 +494,9 @@ def check(args: argparse.Namespace) -> None:
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {value}")
     Sampling(args.temperature or 0, seed=args.seed)
-    for package in ("math_verify", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{package} is missing: pip install -e .[eval]")
+    need_matplotlib()
+    if importlib.util.find_spec("math_verify") is None:
+        raise ValueError("grading needs math-verify: pip install -e .[eval]")
 
 
 def parse_list(text: str) -> list[str]:

@@ -36,7 +36,7 @@ from baselines import BASELINES  # noqa: E402
 from epikv import POLICIES, EvictionConfig  # noqa: E402
 from generate import DTYPES, generate  # noqa: E402
 from model import Transformer, one_line  # noqa: E402
-from plots import line_plot  # noqa: E402
+from plots import line_plot, need_matplotlib  # noqa: E402
 from records import RunFolder, process_rank, read_records  # noqa: E402
 from replay import (  # noqa: E402
     CHUNK,
@@ -299,6 +299,7 @@ def main() -> None:
     args = parser.parse_args()
     POLICIES.update(BASELINES)
     try:
+        need_matplotlib()
         settings = parse_settings(args.policies, args.budgets, args.recent)
         check_numbers(args, "tokens", "batch_size", "limit")
         source = args.traces or args.problems

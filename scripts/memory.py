@@ -19,6 +19,7 @@ because the peak of one only grows. What is compared is the rise above the loade
 Prints a Markdown table, and writes JSON and a PNG of the same name.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -45,7 +46,8 @@ import model as model_file  # noqa: E402
 from epikv import EvictionConfig, LayerCache  # noqa: E402
 from generate import DTYPES, ArgumentParser, Engine, Sampling  # noqa: E402
 from model import ModelConfig, Transformer, attention_weights, one_line, read_json  # noqa: E402
-from plots import line_plot  # noqa: E402
+from plots import line_plot, need_matplotlib  # noqa: E402
+from tables import markdown  # noqa: E402
 
 CONTENDERS = ("full", "epikv", "attention")
 # config.json of DeepSeek-R1-Distill-Llama-8B, without what makes no difference to memory.
@@ -203,16 +205,16 @@ def free_memory(device: str) -> int:
 
 def table(rows: list[dict]) -> str:
     """A Markdown table in GiB; the ratio is of the rises above the model, measured to accounted."""
-    titles = "account GiB | measured GiB | account's rise | measured rise | ratio"
-    lines = [f"| contender | length | {titles} |", "|---" * 7 + "|"]
+    titles = ["contender", "length", "account GiB", "measured GiB", "account's rise"]
+    lines = []
     for row in rows:
         kinds = ("accounted_bytes", "measured_bytes", "accounted_rise", "measured_rise")
         cells = [f"{row[kind] / GIB:.3f}" if row[kind] is not None else "" for kind in kinds]
         cells[1] = row.get("error") or cells[1]
         ratio = (row["measured_rise"] or 0) / row["accounted_rise"]
         cells.append(f"{ratio:.2f}" if ratio else "")
-        lines.append(f"| {row['contender']} | {row['length']:,} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([row["contender"], f"{row['length']:,}", *cells])
+    return markdown([*titles, "measured rise", "ratio"], lines)
 
 
 def curves(rows: list[dict]) -> dict[str, list[tuple[float, float, float, float]]]:
@@ -227,7 +229,31 @@ def curves(rows: list[dict]) -> dict[str, list[tuple[float, float, float, float]
     return series
 
 
-def main() -> None:
+def account_for(shape: tuple, lengths: list[int], budget: int) -> list[dict]:
+    """A row for every contender and length, without a measurement yet."""
+    rows = []
+    for contender in CONTENDERS:
+        for length in lengths:
+            print(f"accounting for {contender} at {length:,}", file=sys.stderr)
+            start, peak = account(*shape, contender, length, budget)
+            rows.append(dict(contender=contender, length=length, accounted_bytes=peak))
+            rows[-1] |= dict(accounted_rise=peak - start, measured_bytes=None, measured_rise=None)
+    return rows
+
+
+def measure_row(row: dict, shape: tuple, budget: int) -> None:
+    """Add a measurement to a row, or the error that took its place, such as no memory."""
+    print(f"measuring {row['contender']} at {row['length']:,}", file=sys.stderr)
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as own_process:
+            what = (*shape, row["contender"], row["length"], budget)
+            start, peak = own_process.submit(measure, *what).result()
+        row |= dict(measured_bytes=peak, measured_rise=peak - start)
+    except (RuntimeError, MemoryError, OSError) as error:  # or killed: a RuntimeError too
+        row["error"] = one_line(error)
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     demo = ROOT / "models/SmolLM2-135M-Instruct"
@@ -241,59 +267,54 @@ def main() -> None:
     add("--measure-up-to", type=int, metavar="N", help="default: what takes 70 %% of free memory")
     add("--output", type=Path, default=Path("memory.json"), help="default: memory.json")
     args = parser.parse_args()
-    has_cuda = torch.cuda.is_available()
-    device = args.device or ("cuda" if args.shape or has_cuda else "cpu")
-    dtype = DTYPES[args.dtype or ("bfloat16" if device == "cuda" else "float32")]
-    if device == "cuda" and dtype == torch.float32:
-        parser.error("flash attention on cuda takes no float32: choose another dtype")
+    if args.device is None:
+        args.device = "cuda" if args.shape or torch.cuda.is_available() else "cpu"
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    try:
+        check(args)
+    except (OSError, ValueError) as error:
+        parser.error(one_line(error))
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """Turn lengths and shape into what they mean. Raises ValueError for what cannot be."""
+    need_matplotlib()
+    if args.device == "cuda" and args.dtype == "float32":
+        raise ValueError("flash attention on cuda takes no float32: choose another dtype")
     if not args.output.parent.is_dir():
-        parser.error(f"no such folder: {args.output.parent}")
+        raise ValueError(f"no such folder: {args.output.parent}")
     try:
         lengths = sorted({int(length) for length in args.lengths.split(",")})
     except ValueError:
         lengths = [0]
     if lengths[0] < 1:
-        parser.error(f"lengths must be whole numbers of at least 1, got {args.lengths!r}")
-    try:
-        EvictionConfig(args.budget)
-        if args.shape is None:
-            config = ModelConfig.from_hf(read_json(args.checkpoint / "config.json"))
-        else:
-            config = ModelConfig.from_hf(SHAPES[args.shape])
-    except ValueError as error:
-        parser.error(one_line(error))
-    name = args.shape or args.checkpoint.name
-    settings = dict(model=name, dtype=str(dtype).removeprefix("torch."), device=device)
-    settings |= dict(budget=args.budget, lengths=lengths, torch=torch.__version__)
-    settings["config"] = asdict(config)
-    rows = []
-    for contender in CONTENDERS:
-        for length in lengths:
-            print(f"accounting for {contender} at {length:,}", file=sys.stderr)
-            start, peak = account(config, dtype, device, contender, length, args.budget)
-            rows.append(dict(contender=contender, length=length, accounted_bytes=peak))
-            rows[-1] |= dict(accounted_rise=peak - start, measured_bytes=None, measured_rise=None)
-    up_to = args.measure_up_to if not args.shape and (device == "cpu" or has_cuda) else 0
+        raise ValueError(f"lengths must be whole numbers of at least 1, got {args.lengths!r}")
+    EvictionConfig(args.budget)
+    args.lengths = lengths
+    args.name = args.shape or args.checkpoint.name
+    hf = SHAPES[args.shape] if args.shape else read_json(args.checkpoint / "config.json")
+    args.config = ModelConfig.from_hf(hf)
+
+
+def main() -> None:
+    args = parse_arguments()
+    settings = dict(model=args.name, dtype=args.dtype, device=args.device, budget=args.budget)
+    settings |= dict(lengths=args.lengths, torch=torch.__version__, config=asdict(args.config))
+    shape = (args.config, DTYPES[args.dtype], args.device)
+    rows = account_for(shape, args.lengths, args.budget)
+    is_here = not args.shape and (args.device == "cpu" or torch.cuda.is_available())
+    up_to = args.measure_up_to if is_here else 0
     for row in rows:
-        fits = up_to is None and row["accounted_bytes"] <= SHARE_OF_FREE * free_memory(device)
+        fits = up_to is None and row["accounted_bytes"] <= SHARE_OF_FREE * free_memory(args.device)
         if fits or row["length"] <= (up_to or 0):
-            print(f"measuring {row['contender']} at {row['length']:,}", file=sys.stderr)
-            what = (config, dtype, device, row["contender"], row["length"], args.budget)
-            try:
-                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as own_process:
-                    start, peak = own_process.submit(measure, *what).result()
-                row |= dict(measured_bytes=peak, measured_rise=peak - start)
-            except (RuntimeError, MemoryError, OSError) as error:  # or killed: a RuntimeError too
-                row["error"] = one_line(error)
-        content = json.dumps({"settings": settings, "rows": rows}, indent=2)
+            measure_row(row, shape, args.budget)
+        content = json.dumps({"settings": settings, "rows": rows}, indent=1)
         args.output.write_text(content + "\n", encoding="utf-8")
     print(table(rows))
-    title = f"{name}, {settings['dtype']} on {device}, budget {args.budget:,}"
+    title = f"{args.name}, {args.dtype} on {args.device}, budget {args.budget:,}"
     labels = (title, "context length, tokens", "peak memory of model and run, GiB")
-    try:
-        line_plot(args.output.with_suffix(".png"), *labels, curves(rows), log_x=True, log_y=True)
-    except ValueError as error:
-        parser.error(str(error))
+    line_plot(args.output.with_suffix(".png"), *labels, curves(rows), log_x=True, log_y=True)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from baselines import BASELINES  # noqa: E402
 from epikv import POLICIES  # noqa: E402
 from generate import DTYPES  # noqa: E402
 from model import Transformer, one_line  # noqa: E402
-from plots import line_plot  # noqa: E402
+from plots import line_plot, need_matplotlib  # noqa: E402
 from records import RunFolder, process_rank  # noqa: E402
 from replay import (  # noqa: E402
     CHUNK,
@@ -260,6 +260,7 @@ def main() -> None:
     args = parser.parse_args()
     POLICIES.update(BASELINES)
     try:
+        need_matplotlib()
         settings = parse_settings(f"full,{args.policies}", args.budgets, args.recent)
         check_numbers(args, "trials", "batch_size")
         distances = parse_numbers(args.distances, "distances")

@@ -32,6 +32,14 @@ def line_plot(
     figure.savefig(path, format="png", bbox_inches="tight", metadata={"Software": None})
 
 
+def need_matplotlib() -> None:
+    """Raises ValueError where there is none, to be told before a long run and not after it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("plots need matplotlib: pip install -e .[eval]") from None
+
+
 def draw(title: str, x_label: str, y_label: str, series: dict, log_x: bool, log_y: bool):
     """The figure of `line_plot`. The axes fill it and texts lie outside: to be cut around them."""
     try:

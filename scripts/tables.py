@@ -27,6 +27,12 @@ def bootstrap(values: list[float]) -> tuple[float, float]:
     return low, high
 
 
+def mcnemar(only_first: int, only_second: int) -> float:
+    """The exact two-sided p of problems that only one of two solved, were both as likely."""
+    n, fewer = only_first + only_second, min(only_first, only_second)
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)
+
+
 def markdown(titles: list[str], rows: list[list[str]]) -> str:
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -144,7 +144,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, series, log, message):
 
 
 def test_a_missing_matplotlib_is_told(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"plots need matplotlib: pip install -e \.\[eval\]"):
         line_plot(tmp_path / "plot.png", "title", "x", "y", lines(1))
 

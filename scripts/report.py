@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the page of results from the records of the evaluations.
+
+    python scripts/report.py   # scripts/results/ -> scripts/RESULTS.md
+
+The folder of results holds the output folders `fidelity`, `cache-length` (fidelity with positions
+that stop at the budget) and `passkey`, and the files `memory-*.json`. Nothing on the page is
+written by hand: to change a number, run what made it.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import passkey  # noqa: E402
+from baselines import BASELINES  # noqa: E402
+from epikv import POLICIES, EvictionConfig  # noqa: E402
+from fidelity import cell, mean_and_error  # noqa: E402
+from replay import Setting, by_setting  # noqa: E402
+from tables import bootstrap, markdown  # noqa: E402
+
+Results = dict[Setting, list[dict]]
+CONTROL = "streaming"  # what every policy has to beat
+GIB = 2**30
+
+PAPER = """\
+The protocol of the paper, on one GPU with 80 GB and with this project's corrections (true
+positions, equal budgets, four outcomes). It has not been run for this page.
+
+```bash
+MODEL=deepseek-ai/DeepSeek-R1-Distill-Llama-8B
+POLICIES=streaming,epikv,epikv-raw,epikv-band,epikv-seg,lag-kv,key-var,value-var,random,full
+POLICIES=$POLICIES,h2o,raas,thinkv,r-kv,longflow,attn-hs
+python scripts/evaluate.py --checkpoint $MODEL --dataset math500 --limit 100 --greedy \\
+    --max-new-tokens 8192 --policies $POLICIES --budgets 512,1024,2048,4096 --output runs/math500
+python scripts/evaluate.py --checkpoint $MODEL --dataset aime2024 --greedy \\
+    --max-new-tokens 16384 --policies $POLICIES --budgets 512,1024,2048,4096,8192 \\
+    --output runs/aime2024
+```
+
+With `torchrun --nproc-per-node N scripts/evaluate.py ...` N GPUs share the work."""
+
+
+def read_run(folder: Path) -> tuple[dict, Results]:
+    """Settings and records of an output folder. A line that was cut short does not count."""
+    settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    records = []
+    for file in sorted(folder.glob("records*.jsonl")):
+        *lines, _ = file.read_text(encoding="utf-8").split("\n")
+        records += map(json.loads, lines)
+    return settings, by_setting(records)
+
+
+def budgets_of(results: Results) -> list[int]:
+    return sorted({setting.budget for setting in results if setting.budget is not None})
+
+
+def at_budget(results: Results, budget: int) -> Results:
+    return {setting: found for setting, found in results.items() if setting.budget == budget}
+
+
+def slot_map(setting: Setting) -> str:
+    """Who shares a slot map: all, or the heads of a layer, or nobody."""
+    return EvictionConfig(setting.budget, setting.policy, recent=setting.recent).slot_map
+
+
+# Fidelity --------------------------------------------------------------------------------------
+
+
+def values_of(records: list[dict], measure: str) -> dict[str, float]:
+    return {record["trace"]: record["all"][measure] for record in records}
+
+
+def difference(records: list[dict], others: list[dict]) -> tuple[float, float, float]:
+    """Mean difference of the loss gap over the same traces, and its 95 % bootstrap interval."""
+    mine, theirs = values_of(records, "loss_gap"), values_of(others, "loss_gap")
+    differences = [mine[trace] - theirs[trace] for trace in sorted(mine) if trace in theirs]
+    return statistics.mean(differences), *bootstrap(differences)
+
+
+def loss_gap(records: list[dict]) -> float:
+    return mean_and_error([*values_of(records, "loss_gap").values()])[0]
+
+
+def fidelity_table(results: Results, control: list[dict]) -> str:
+    """The settings of one budget, nearest to the full cache first."""
+    titles = ["policy", "slot map", "loss gap, nats", f"less {CONTROL}'s (95 % interval)"]
+    titles += ["KL, nats", "same likeliest token", "slots held"]
+    rows = []
+    for setting, records in sorted(results.items(), key=lambda item: loss_gap(item[1])):
+        mean, low, high = difference(records, control)
+        against = f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
+        cells = [cell([*values_of(records, m).values()]) for m in ("loss_gap", "kl", "agreement")]
+        held = mean_and_error([*values_of(records, "held").values()])[0]
+        rows.append([setting.line, slot_map(setting), cells[0], against, *cells[1:], f"{held:.0%}"])
+    return markdown(titles, rows)
+
+
+def verdict(results: Results, control: list[dict]) -> str:
+    """Which settings of one budget are nearer to the full cache than the control, which farther."""
+    signs: dict[str, list[str]] = {"nearer": [], "farther": [], "as near as can be told": []}
+    for setting, records in results.items():
+        if setting.policy != CONTROL:
+            _, low, high = difference(records, control)
+            sign = "nearer" if high < 0 else "farther" if low > 0 else "as near as can be told"
+            signs[sign].append(f"`{setting.line}`")
+    parts = [f"{sign}: {', '.join(names) or 'none'}" for sign, names in signs.items()]
+    return f"Than `{CONTROL}`, {'; '.join(parts)}."
+
+
+def rounding(results: Results) -> str:
+    """What differs while nothing is forgotten yet."""
+    before = [r["before"] for found in results.values() for r in found if "before" in r]
+    kl, agreement = (statistics.mean(r[name] for r in before) for name in ("kl", "agreement"))
+    return (
+        "Where the text is shorter than the budget nothing has been forgotten, and what differs is"
+        f" rounding: KL {kl:.4f} nats, the same likeliest token in {agreement:.1%} of tokens."
+    )
+
+
+def fidelity_section(folder: Path, page: Path) -> str:
+    settings, results = read_run(folder)
+    n_traces = max(len(found) for found in results.values())
+    parts = [
+        f"{settings['checkpoint']} in {settings['dtype']}, {n_traces} reasoning traces x"
+        f" {settings['tokens']} tokens fed to every policy; means and standard errors over traces."
+        " Loss gap: nats a token by which the text is less likely than under the full cache."
+        " Slots held: of those that could be; the rest of a budget stands empty.",
+        rounding(results),
+        f"![Loss gap against budget]({relative(folder / 'loss_gap.png', page)})",
+    ]
+    for budget in budgets_of(results):
+        found = at_budget(results, budget)
+        control = found[Setting(CONTROL, budget)]
+        parts += [f"### Budget {budget}", verdict(found, control), fidelity_table(found, control)]
+    return "\n\n".join(parts)
+
+
+def positions_section(folder: Path, true_folder: Path) -> str:
+    """What positions that stop at the budget cost, beside the same settings with true ones."""
+    stopped, true = read_run(folder)[1], read_run(true_folder)[1]
+    rows = []
+    for setting, records in stopped.items():
+        names = {record["trace"] for record in records}
+        same = [record for record in true[setting] if record["trace"] in names]
+        gaps = [cell([*values_of(found, "loss_gap").values()]) for found in (same, records)]
+        agreements = [cell([*values_of(f, "agreement").values()]) for f in (same, records)]
+        rows.append([str(setting), *gaps, *agreements])
+    titles = ["", "loss gap, true", "loss gap, stopped", "agreement, true", "agreement, stopped"]
+    return (
+        "The authors' code takes a token's position from the length of the cache, so positions stop"
+        " at the budget (`fidelity.py --positions cache-length`).\n\n" + markdown(titles, rows)
+    )
+
+
+# Passkey ---------------------------------------------------------------------------------------
+
+
+def passkey_section(folder: Path, page: Path) -> str:
+    settings, results = read_run(folder)
+    n_texts = len({record["trial"] for found in results.values() for record in found})
+    full = {setting: found for setting, found in results.items() if setting.budget is None}
+    parts = [
+        f"{settings['checkpoint']} in {settings['dtype']}, {n_texts} texts; numbers told that many"
+        " tokens before they are asked for; share recalled, with Wilson's 95 % interval. `full` is"
+        " what the model can do at all.",
+        f"![Recall against budget]({relative(folder / 'recall.png', page)})",
+    ]
+    for budget in budgets_of(results):
+        found = at_budget(results, budget).items()
+        ranked = sorted(found, key=lambda item: -passkey.recalled(item[1]))
+        parts += [f"### Recall within {budget} slots", passkey.table(full | dict(ranked))]
+        plot = relative(folder / f"recall-{budget}.png", page)
+        parts.append(f"![Recall against distance, budget {budget}]({plot})")
+    return "\n\n".join(parts)
+
+
+# Memory ----------------------------------------------------------------------------------------
+
+
+def memory_section(file: Path, page: Path) -> str:
+    """One account, and its measurements where there are any, by length and contender."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    settings, rows = content["settings"], content["rows"]
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    cells = {(row["length"], row["contender"]): memory_cell(row) for row in rows}
+    table = [
+        [f"{length:,}", *(cells[length, contender] for contender in contenders)]
+        for length in sorted({row["length"] for row in rows})
+    ]
+    plot = relative(file.with_suffix(".png"), page)
+    return (
+        f"### {settings['model']}, {settings['dtype']} on {settings['device']}, budget"
+        f" {settings['budget']:,}\n\n{markdown(['context, tokens', *contenders], table)}\n\n"
+        f"![Peak memory against context length]({plot})"
+    )
+
+
+def memory_cell(row: dict) -> str:
+    """GiB accounted for, and the rise above the model, accounted and measured."""
+    text = f"{row['accounted_bytes'] / GIB:.2f}"
+    if row["measured_rise"] is not None:
+        text += f" (rise {row['accounted_rise'] / GIB:.2f}, measured"
+        text += f" {row['measured_rise'] / GIB:.2f})"
+    return text
+
+
+# The page --------------------------------------------------------------------------------------
+
+
+def relative(file: Path, page: Path) -> str:
+    return file.relative_to(page.parent).as_posix()
+
+
+def write_page(source: Path, page: Path) -> str:
+    memory = [memory_section(file, page) for file in sorted(source.glob("memory-*.json"))]
+    parts = [
+        "# Results",
+        f"Written by `scripts/{Path(__file__).name}` from `{relative(source, page)}/`; how each"
+        " was run stands in `settings.json` there. Every policy runs in the same cache, with the"
+        " same budget, sinks and true positions, and its own default recency window; see the"
+        " README for what they do, and `baselines.py` for those that read attention.",
+        "## Fidelity: how far from the full cache",
+        fidelity_section(source / "fidelity", page),
+        "## Positions that stop at the budget",
+        positions_section(source / "cache-length", source / "fidelity"),
+        "## Passkey: what is still known",
+        passkey_section(source / "passkey", page),
+        "## Memory against context length",
+        "Peak GiB of model and run, by the account of `memory.py`: a prompt of that length"
+        " prefilled and one token decoded, batch 1. Where it was measured too, the rise above the"
+        " loaded model by account and by measurement stands in brackets. `attention` is the full"
+        " cache with attention weights that stand in memory.",
+        *memory,
+        "## The paper's protocol, ready to run",
+        PAPER,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    here = Path(__file__).resolve().parent
+    add("--results", type=Path, default=here / "results", help="folder (default: beside this file)")
+    add("--output", type=Path, default=here / "RESULTS.md", help="default: beside this file")
+    args = parser.parse_args()
+    POLICIES.update(BASELINES)
+    try:
+        text = write_page(args.results.resolve(), args.output.resolve())
+    except OSError as error:
+        parser.error(str(error))
+    args.output.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The page of results: numbers by hand, and the page that is kept is the one that is written."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import report
+from baselines import BASELINES
+from epikv import POLICIES
+
+HERE = Path(report.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    for name, policy in BASELINES.items():
+        monkeypatch.setitem(POLICIES, name, policy)
+
+
+def record(policy, trace, gap, budget=64, kl=0.5, agreement=0.75, held=1.0, **more):
+    measures = {"loss_gap": gap, "kl": kl, "agreement": agreement, "held": held}
+    return (
+        {"policy": policy, "budget": budget, "recent": None, "trace": trace}
+        | more
+        | {"all": measures}
+    )
+
+
+def write_run(folder, settings, records):
+    folder.mkdir(parents=True)
+    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "records.jsonl").write_text(lines, encoding="utf-8")
+
+
+def row_of(text, name):
+    """The cells of the table's row that begins with `name`."""
+    (line,) = (line for line in text.splitlines() if line.startswith(f"| {name} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+FIDELITY = [
+    *(record("streaming", str(i), 0.2 + 0.1 * i) for i in range(4)),  # mean 0.35
+    *(record("epikv", str(i), 0.1 + 0.1 * i) for i in range(4)),  # 0.1 less in each trace
+    *(record("thinkv", str(i), 0.25 + 0.1 * i, held=0.5) for i in range(4)),  # 0.05 more
+    *(record("random", str(i), 0.2 + 0.1 * (3 - i)) for i in range(4)),  # the same in the mean
+]
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder of results with all that the page tells of."""
+    settings = {"checkpoint": "Tiny", "dtype": "float32", "tokens": 100}
+    before = {"loss_gap": 0.0, "kl": 0.002, "agreement": 0.99, "held": 1.0}
+    records = [*FIDELITY, record("streaming", "0", 0.0, 128, before=before)]
+    write_run(tmp_path / "results/fidelity", settings, records)
+    stopped = [record("epikv", str(i), 2.5) for i in range(2)]
+    write_run(tmp_path / "results/cache-length", settings, stopped)
+    answers = [
+        {"policy": policy, "budget": budget, "recent": None, "trial": trial, "distance": 100}
+        | {"answer": "1234", "found": found}
+        for policy, budget, told in (("full", None, 2), ("streaming", 64, 0), ("epikv", 64, 1))
+        for trial, found in enumerate(["1234"] * told + ["9"] * (2 - told))
+    ]
+    write_run(tmp_path / "results/passkey", settings, answers)
+    rows = [
+        {"contender": name, "length": n, "accounted_bytes": size * 2**30, "measured_rise": None}
+        | {"accounted_rise": 2**30}
+        for name, n, size in (
+            ("full", 1024, 2),
+            ("epikv", 1024, 1),
+            ("full", 2048, 4),
+            ("epikv", 2048, 1),
+        )
+    ]
+    rows[0]["measured_rise"] = 1.5 * 2**30
+    memory = {"settings": {"model": "Tiny", "dtype": "float32", "device": "cpu", "budget": 64}}
+    (tmp_path / "results/memory-tiny.json").write_text(
+        json.dumps(memory | {"rows": rows}), encoding="utf-8"
+    )
+    return tmp_path / "results"
+
+
+def test_fidelity_by_hand(source):
+    """Best first. Standard errors: of 0.2, 0.3, 0.4, 0.5 it is 0.1291 / 2."""
+    text = report.fidelity_section(source / "fidelity", source.parent / "page.md")
+    at_64 = text.partition("### Budget 64")[2].partition("### Budget 128")[0]
+    lines = [line.split(" | ")[0] for line in at_64.splitlines() if line.startswith("| ")]
+    assert lines[2:] in (
+        ["| epikv", "| streaming", "| random", "| thinkv"],
+        ["| epikv", "| random", "| streaming", "| thinkv"],
+    )
+    assert row_of(at_64, "epikv") == [
+        "epikv",
+        "shared",
+        "0.2500 ± 0.0645",
+        "-0.100 (-0.100 to -0.100)",
+        "0.5000 ± 0.0000",
+        "0.7500 ± 0.0000",
+        "100%",
+    ]
+    assert row_of(at_64, "streaming")[3] == "+0.000 (+0.000 to +0.000)"
+    assert row_of(at_64, "thinkv")[1] == "layer" and row_of(at_64, "thinkv")[6] == "50%"
+    assert (
+        "Than `streaming`, nearer: `epikv`; farther: `thinkv`; as near as can be told: `random`."
+    ) in at_64
+    assert "rounding: KL 0.0020 nats, the same likeliest token in 99.0% of tokens" in text
+    assert "Tiny in float32, 4 reasoning traces x 100 tokens" in text
+
+
+def test_positions_beside_true_ones(source):
+    """Over the same traces: 0.1 and 0.2 of `epikv` against 2.5."""
+    text = report.positions_section(source / "cache-length", source / "fidelity")
+    assert row_of(text, "epikv, 64")[1:3] == ["0.1500 ± 0.0500", "2.5000 ± 0.0000"]
+
+
+def test_recall_beside_the_full_cache(source):
+    text = report.passkey_section(source / "passkey", source.parent / "page.md")
+    names = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    assert names[2:] == ["| full", "| epikv, 64", "| streaming, 64"]
+    assert row_of(text, "epikv, 64")[1].startswith("50% (")
+
+
+def test_memory_by_length(source):
+    text = report.memory_section(source / "memory-tiny.json", source.parent / "page.md")
+    assert row_of(text, "1,024") == ["1,024", "2.00 (rise 1.00, measured 1.50)", "1.00"]
+    assert row_of(text, "2,048") == ["2,048", "4.00", "1.00"]
+    assert "(results/memory-tiny.png)" in text
+
+
+def test_the_command(source, monkeypatch):
+    """All sections, in a page beside the results; and a missing part is said in one line."""
+    page = source.parent / "page.md"
+    options = ["--results", str(source), "--output", str(page)]
+    monkeypatch.setattr(sys, "argv", ["report.py", *options])
+    report.main()
+    text = page.read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## Fidelity: how far from the full cache",
+        "## Positions that stop at the budget",
+        "## Passkey: what is still known",
+        "## Memory against context length",
+        "## The paper's protocol, ready to run",
+    ]
+    (source / "passkey/settings.json").unlink()
+    with pytest.raises(SystemExit) as exit:
+        report.main()
+    assert exit.value.code == 2
+
+
+def test_the_kept_page_is_the_written_one():
+    """And every picture on it is there."""
+    page = HERE / "RESULTS.md"
+    text = page.read_text(encoding="utf-8")
+    assert report.write_page(HERE / "results", page) == text
+    pictures = [part.partition(")")[0] for part in text.split("](")[1:]]
+    assert pictures and all((HERE / picture).is_file() for picture in pictures)
+
+
+def test_every_policy_is_on_the_page():
+    """Fidelity and recall at budgets 128, 256 and 512, over 16 traces of 1,500 tokens."""
+    wanted = {
+        (name, budget)
+        for name in POLICIES
+        if name != "full" and not name.endswith("-reference")
+        for budget in (128, 256, 512)
+    }
+    settings, results = report.read_run(HERE / "results/fidelity")
+    assert {(s.policy, s.budget) for s in results} == wanted
+    assert settings["tokens"] >= 1500
+    assert all(len({r["trace"] for r in found}) >= 16 for found in results.values())
+    recalled = report.read_run(HERE / "results/passkey")[1]
+    assert {(s.policy, s.budget) for s in recalled} == wanted | {("full", None)}
