@@ -42,11 +42,10 @@ def need_matplotlib() -> None:
 
 def draw(title: str, x_label: str, y_label: str, series: dict, log_x: bool, log_y: bool):
     """The figure of `line_plot`. The axes fill it and texts lie outside: to be cut around them."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator, MaxNLocator
-    except ImportError:
-        raise ValueError("plots need matplotlib: pip install -e .[eval]") from None
+    need_matplotlib()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
     if not series or not all(series.values()):
         raise ValueError("nothing to plot: no series, or one without points")
     points = [point for line in series.values() for point in line]
