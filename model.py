@@ -303,7 +303,7 @@ def attend_to_prompt(
     left, so it serves only the first chunk; later ones need it bottom right, where flash attention
     has it without a mask tensor.
     """
-    if n_cached == 0:
+    if n_cached == 0 and mask is None:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     else:
         k = torch.cat([cache.k[:, :, :n_cached], k], dim=2)

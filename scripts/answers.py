@@ -3,16 +3,19 @@
 
 import re
 
+BOX = re.compile(r"\\boxed\s*\{")
 # What stands between the digits of 1 234, 1\,234 and 1~234.
 DIGIT_GAP = re.compile(r"(?<=\d)(?:\\[,:; ]|~|\s)+(?=\d{3}(?!\d))")
 # The unit of 5 \text{ cm}^2, or of 5 dollars; \text{Friday} has no number before it.
 UNIT = re.compile(
-    r"(?<=\d)(?:\s*\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\{?\d\}?)?|\s+[A-Za-z]{4,}[A-Za-z ]*)$"
+    r"(?<=\d)(?:\s*\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\{?\d\}?)?"
+    r"|\s+(?!hundred|thousand|million|billion|trillion|dozen)[A-Za-z]{4,}[A-Za-z ]*)$"
 )
 BASE = re.compile(r"(?<=\d)_\{?(\d+)\}?$")
 SET = re.compile(r"(?:\\left)?\\\{.*\\\}$", re.DOTALL)
 PAIR = re.compile(r"(?:\\left)?[(\[].*[)\]]$", re.DOTALL)  # or interval
 PERCENT = re.compile(r"\\?%")
+PERCENT_WORD = re.compile(r"\s*(?:\\text\{\s*percent\s*\}|percent)$")
 
 
 def last_boxed(text: str) -> str | None:
@@ -20,17 +23,14 @@ def last_boxed(text: str) -> str | None:
 
     Braces may be nested to any depth; `\{` and `\}` are printed characters and do not count.
     """
-    start = text.rfind(r"\boxed{")
-    while start >= 0:
-        begin = start + len(r"\boxed{")
+    for box in reversed([*BOX.finditer(text)]):
         depth, escaped = 1, False
-        for end in range(begin, len(text)):
+        for end in range(box.end(), len(text)):
             if not escaped:
                 depth += (text[end] == "{") - (text[end] == "}")
             if depth == 0:
-                return text[begin:end]
+                return text[box.end() : end]
             escaped = text[end] == "\\" and not escaped
-        start = text.rfind(r"\boxed{", 0, start)
     return None
 
 
@@ -54,6 +54,7 @@ def is_right(answer: str, truth: str) -> bool:
 def normalise(text: str) -> str:
     """A box's contents without what math-verify reads wrongly."""
     text = text.strip().rstrip(".").replace("°", r"^\circ")  # "42." and "90°" it cannot read
+    text = PERCENT_WORD.sub(r"\\%", text)
     text = DIGIT_GAP.sub("", text)  # a mixed number to it: 1 + 234
     return UNIT.sub("", text)  # of "5 \text{ h } 30 \text{ min}" it drops all from the first unit
 

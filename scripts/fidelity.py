@@ -34,10 +34,16 @@ sys.path.insert(0, str(ROOT))
 
 from baselines import BASELINES  # noqa: E402
 from epikv import POLICIES, EvictionConfig  # noqa: E402
-from generate import DTYPES, generate  # noqa: E402
+from generate import ArgumentParser, generate  # noqa: E402
 from model import Transformer, one_line  # noqa: E402
 from plots import line_plot, need_matplotlib  # noqa: E402
-from records import RunFolder, process_rank, read_records  # noqa: E402
+from records import (  # noqa: E402
+    RunFolder,
+    process_rank,
+    read_lines,
+    read_records,
+    wait_for_others,
+)
 from replay import (  # noqa: E402
     CHUNK,
     Replay,
@@ -46,13 +52,21 @@ from replay import (  # noqa: E402
     add_settings,
     by_setting,
     check_numbers,
+    describe,
+    load_model,
     parse_settings,
     reads_attention,
     takes_chunks,
 )
 from tables import markdown  # noqa: E402
 
-MEASURES = ("loss_gap", "kl", "agreement", "held")
+LABELS = {
+    "loss_gap": "loss gap, nats per token",
+    "kl": "KL divergence, nats per token",
+    "agreement": "same likeliest token, share",
+    "held": "slots held, share",
+}
+MEASURES = tuple(LABELS)
 # Tokens by how far the text has run past the budget.
 DISTANCES = {
     "before": (-math.inf, 0),
@@ -101,7 +115,7 @@ def replay(
     """The `MEASURES` [4, B, N] of every setting at the N tokens of B traces of equal length.
 
     Each is compared with a full cache that computes, and rounds, as it does (see `Kind`), so a
-    policy that forgets nothing has a gap of exactly zero.
+    policy that forgets nothing has a gap of exactly zero. (ThinKV forgets with room to spare.)
     """
     tokens = torch.tensor([trace.tokens for trace in traces], device=model.device)  # [B, N]
     prompts = [trace.prompt for trace in traces]
@@ -181,27 +195,30 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
 
 def table(results: dict[Setting, list[dict]]) -> str:
     """A Markdown table: a row for each setting, means and standard errors over the traces."""
-    titles = ["", "loss gap, nats", "KL, nats", "agreement", "slots held"]
     rows = []
     for setting, records in results.items():
         cells = [cell([record["all"][measure] for record in records]) for measure in MEASURES]
-        for distance in DISTANCES:
-            gaps = [record[distance]["loss_gap"] for record in records if distance in record]
-            cells.append(cell(gaps) if gaps else "")
-        rows.append([str(setting), *cells])
-    return markdown([*titles, *(f"gap {name}" for name in DISTANCES)], rows)
+        rows.append([str(setting), setting.slot_map, *cells])
+    return markdown(["", "slot map", *(LABELS[measure] for measure in MEASURES)], rows)
+
+
+def distance_table(results: dict[Setting, list[dict]], measure: str) -> str:
+    """One measure by how many tokens the text has run past the budget."""
+    rows = []
+    for setting, records in results.items():
+        groups = [[r[name][measure] for r in records if name in r] for name in DISTANCES]
+        rows.append([str(setting), *(cell(values) if values else "" for values in groups)])
+    return markdown([f"{LABELS[measure]}, by tokens past the budget", *DISTANCES], rows)
 
 
 def cell(values: list[float]) -> str:
     mean, error = mean_and_error(values)
-    return f"{mean:.4f} ± {error:.4f}"
+    return f"{mean:.4f} ± {error:.4f}" if len(values) > 1 else f"{mean:.4f}"
 
 
 def plot(results: dict[Setting, list[dict]], folder: Path) -> None:
     """The measures against the budget, a line for each policy and recency window."""
-    labels = {"loss_gap": "loss gap, nats per token", "kl": "KL divergence, nats per token"}
-    labels["agreement"] = "share of tokens with the same likeliest token"
-    for measure, label in labels.items():
+    for measure in ("loss_gap", "kl", "agreement"):
         lines: dict[str, list[tuple[float, float, float, float]]] = {}
         for setting, records in results.items():
             if setting.budget is None:  # no difference at all
@@ -210,7 +227,9 @@ def plot(results: dict[Setting, list[dict]], folder: Path) -> None:
             point = (setting.budget, mean, mean - error, mean + error)
             lines.setdefault(setting.line, []).append(point)
         title = "Difference from the full cache, mean and standard error over traces"
-        line_plot(folder / f"{measure}.png", title, "budget, slots", label, lines, log_x=True)
+        if lines:
+            path = folder / f"{measure}.png"
+            line_plot(path, title, "budget, slots", LABELS[measure], lines, log_x=True)
 
 
 # Command line ----------------------------------------------------------------------------------
@@ -225,12 +244,13 @@ def cut(traces: list[Trace], n_tokens: int, limit: int | None) -> list[Trace]:
     """The first `limit` traces that have `n_tokens` tokens, cut to them."""
     long = [trace for trace in traces if len(trace.tokens) >= n_tokens and trace.prompt]
     if not long:
-        raise ValueError(f"no trace has {n_tokens} tokens; lower --tokens")
+        longest = max((len(trace.tokens) for trace in traces), default=0)
+        raise ValueError(f"no trace has {n_tokens} tokens, the longest {longest}; lower --tokens")
     return [Trace(trace.id, trace.prompt, trace.tokens[:n_tokens]) for trace in long[:limit]]
 
 
-def parse_arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def make_parser() -> argparse.ArgumentParser:
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--traces", type=Path, help="JSON lines: id, prompt, trace")
     source.add_argument("--problems", type=Path, help="JSON lines: id, problem; the model writes")
@@ -254,13 +274,13 @@ def find_traces(args: argparse.Namespace, model: Transformer, records: list[dict
     if args.traces is not None:
         return [tokenize_trace(record, model.tokenizer) for record in records]
     file = args.output / "traces.json"
-    if file.exists():
-        return [Trace(*fields) for fields in json.loads(file.read_text(encoding="utf-8"))]
-    traces = write_traces(model, records, args)
-    scratch = file.with_suffix(f".{process_rank()[0]}")
-    scratch.write_text(json.dumps([astuple(trace) for trace in traces]), encoding="utf-8")
-    scratch.replace(file)
-    return traces
+    if process_rank()[0] == 0 and not file.exists():
+        traces = write_traces(model, records[: args.limit], args)
+        scratch = file.with_suffix(".part")
+        scratch.write_text(json.dumps([astuple(trace) for trace in traces]), encoding="utf-8")
+        scratch.replace(file)
+    wait_for_others(file.exists)
+    return [Trace(*fields) for fields in json.loads(file.read_text(encoding="utf-8"))]
 
 
 def run(
@@ -274,12 +294,11 @@ def run(
     rank, world = process_rank()
     # Those that share a full cache stand together.
     mine = sorted(settings, key=lambda s: Kind.of(s.config(args.tokens)))[rank::world]
-    results = by_setting(folder.records)
-    done = {(setting, record["trace"]) for setting in results for record in results[setting]}
+    todo = missing(traces, mine, folder.path)
     work = []
     for first in range(0, len(traces), args.batch_size):
         batch = traces[first : first + args.batch_size]
-        left = [s for s in mine if any((s, trace.id) not in done for trace in batch)]
+        left = [s for s in mine if any((s, trace.id) in todo for trace in batch)]
         work += [(batch, left[i : i + AT_ONCE]) for i in range(0, len(left), AT_ONCE)]
     total = sum(len(batch) * len(group) for batch, group in work)
     start, finished = time.perf_counter(), 0
@@ -287,17 +306,26 @@ def run(
         found = replay(model, batch, group, args.compile_mode, args.positions, args.seed)
         for setting in group:
             for record in summarise(found[setting], batch, setting.budget):
-                if (setting, record["trace"]) not in done:
+                if (setting, record["trace"]) in todo:
                     folder.append(asdict(setting) | record)
         finished += len(batch) * len(group)
         left = (time.perf_counter() - start) / finished * (total - finished)
         print(f"{finished} of {total} replays, {left / 60:.0f} minutes left", file=sys.stderr)
 
 
+def settings_of(args: argparse.Namespace, model: Transformer, source: Path) -> dict:
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    return describe(args, model) | {
+        "texts": f"{source.name}, sha256 {digest}",
+        **{name: getattr(args, name) for name in ("tokens", "limit", "batch_size", "positions")},
+    }
+
+
 def main() -> None:
-    parser = parse_arguments()
+    parser = make_parser()
     args = parser.parse_args()
     POLICIES.update(BASELINES)
+    rank = process_rank()[0]
     try:
         need_matplotlib()
         settings = parse_settings(args.policies, args.budgets, args.recent)
@@ -305,26 +333,40 @@ def main() -> None:
         source = args.traces or args.problems
         fields = ("id", "prompt", "trace") if args.traces else ("id", "problem")
         records = read_records(source, dict.fromkeys(fields, str))
-        model = Transformer.from_pretrained(args.checkpoint, args.device, DTYPES.get(args.dtype))
-        described = {
-            "checkpoint": Path(args.checkpoint).name,
-            "texts": f"{source.name}, sha256 {hashlib.sha256(source.read_bytes()).hexdigest()}",
-            **{name: getattr(args, name) for name in ("tokens", "limit", "batch_size", "seed")},
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "positions": args.positions,
-        }
-        folder = RunFolder(args.output, described, process_rank()[0])
+        model = load_model(args)
+        described = settings_of(args, model, source)
+        if args.problems is not None:  # its traces are kept there
+            RunFolder(args.output, described, rank)
         traces = cut(find_traces(args, model, records), args.tokens, args.limit)
+        folder = RunFolder(args.output, described, rank)
+        run(args, model, traces, settings, folder)
+        if rank == 0:
+            wait_for_others(lambda: not missing(traces, settings, args.output))
+            report(args.output, described, len(traces))
     except (OSError, ValueError) as error:
         parser.error(one_line(error))
-    run(args, model, traces, settings, folder)
-    if process_rank()[0] == 0:
-        results = by_setting(folder.records)
-        title = f"{described['checkpoint']}, {len(traces)} traces x {args.tokens} tokens"
-        text = f"{title}, {described['dtype']}, positions {args.positions}\n\n{table(results)}\n"
-        (args.output / "table.md").write_text(text, encoding="utf-8")
-        plot(results, args.output)
-        print(text, end="")
+
+
+def missing(traces: list[Trace], settings: list[Setting], folder: Path) -> set[tuple[Setting, str]]:
+    """What the folder has no record of."""
+    results = by_setting(read_lines(folder, "records"))
+    done = {(setting, record["trace"]) for setting in results for record in results[setting]}
+    return {(setting, trace.id) for setting in settings for trace in traces} - done
+
+
+def report(folder: Path, described: dict, n_traces: int) -> None:
+    """Print the table of all records, and put it and the plots into the folder."""
+    results = by_setting(read_lines(folder, "records"))
+    text = (
+        f"{described['checkpoint']}, {n_traces} traces x {described['tokens']} tokens,"
+        f" {described['dtype']}, positions {described['positions']}; means ± standard errors over"
+        f" traces\n\n{table(results)}\n"
+    )
+    for measure in ("loss_gap", "kl", "agreement"):
+        text += f"\n{distance_table(results, measure)}\n"
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    plot(results, folder)
+    print(text, end="")
 
 
 if __name__ == "__main__":

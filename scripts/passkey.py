@@ -29,10 +29,10 @@ sys.path.insert(0, str(ROOT))
 
 from baselines import BASELINES  # noqa: E402
 from epikv import POLICIES  # noqa: E402
-from generate import DTYPES  # noqa: E402
+from generate import ArgumentParser  # noqa: E402
 from model import Transformer, one_line  # noqa: E402
 from plots import line_plot, need_matplotlib  # noqa: E402
-from records import RunFolder, process_rank  # noqa: E402
+from records import RunFolder, process_rank, read_lines, wait_for_others  # noqa: E402
 from replay import (  # noqa: E402
     CHUNK,
     Replay,
@@ -40,6 +40,8 @@ from replay import (  # noqa: E402
     add_settings,
     by_setting,
     check_numbers,
+    describe,
+    load_model,
     parse_numbers,
     parse_settings,
 )
@@ -85,12 +87,17 @@ class Trial:
 def make_trial(
     number: int, encode: Callable[[str], list[int]], n_tokens: int, distances: list[int], seed: int
 ) -> Trial:
-    """A text of `n_tokens` tokens with a number told at each of the distances from its end."""
+    """A text of `n_tokens` tokens with a number told at each of the distances from its end.
+
+    Raises ValueError where two distances leave no room for a sentence.
+    """
     draw = random.Random(f"{seed} {number}")
     facts = draw.sample(FACTS, len(distances))
     parts: list[list[int]] = []  # sentences, the last first
     questions, length = [], 0
     for distance, fact in zip(sorted(distances), facts, strict=True):
+        if length > distance:
+            raise ValueError(f"distance {distance} is too close to the one before it")
         while length < distance:
             parts.append(encode(filler(draw)))
             length += len(parts[-1])
@@ -177,8 +184,9 @@ def table(results: dict[Setting, list[dict]]) -> str:
     for setting, records in results.items():
         groups = by_distance(records)
         cells = [cell(groups[d]) if d in groups else "" for d in distances]
-        rows.append([str(setting), *cells, cell(records)])
-    return markdown(["recall after", *(f"{d} tokens" for d in distances), "all"], rows)
+        rows.append([str(setting), setting.slot_map, *cells, cell(records)])
+    titles = ["recall after", "slot map", *(f"{distance} tokens" for distance in distances), "all"]
+    return markdown(titles, rows)
 
 
 def plot(results: dict[Setting, list[dict]], folder: Path) -> None:
@@ -206,8 +214,8 @@ def point(x: float, records: list[dict]) -> tuple[float, float, float, float]:
 # Command line ----------------------------------------------------------------------------------
 
 
-def parse_arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def make_parser() -> argparse.ArgumentParser:
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_settings(parser, "epikv,streaming,random", "128,256,512")
     add = parser.add_argument
     add("--distances", default="100,200,400,600", help="tokens since each of the facts was told")
@@ -226,15 +234,14 @@ def run(
 ) -> None:
     """Put the questions that the folder has no answers to, this process's share of them."""
     rank, world = process_rank()
-    results = by_setting(folder.records)
-    done = {(s, r["trial"], r["distance"]) for s in results for r in results[s]}
+    todo = missing(trials, settings, folder.path)
     introduction = model.tokenizer.encode(INTRODUCTION)
     work = []
     for first in range(0, len(trials), args.batch_size):
         batch = trials[first : first + args.batch_size]
-        keys = [(trial.id, question.distance) for trial in batch for question in trial.questions]
+        ids = {trial.id for trial in batch}
         for setting in settings[rank::world]:
-            if any((setting, *key) not in done for key in keys):
+            if any(setting == asked and trial in ids for asked, trial, _ in todo):
                 work.append((batch, setting))
     start = time.perf_counter()
     for finished, (batch, setting) in enumerate(work, start=1):
@@ -249,16 +256,37 @@ def run(
             for question, text in zip(trial.questions, texts, strict=True):
                 record = {"trial": trial.id, "distance": question.distance}
                 record |= {"answer": question.answer, "found": first_number(text)}
-                if (setting, trial.id, question.distance) not in done:
+                if (setting, trial.id, question.distance) in todo:
                     folder.append(asdict(setting) | record)
         left = (time.perf_counter() - start) / finished * (len(work) - finished)
         print(f"{finished} of {len(work)} runs, {left / 60:.0f} minutes left", file=sys.stderr)
 
 
+def missing(
+    trials: list[Trial], settings: list[Setting], folder: Path
+) -> set[tuple[Setting, int, int]]:
+    """The questions that the folder has no answers to: setting, trial and distance."""
+    results = by_setting(read_lines(folder, "records"))
+    done = {(s, r["trial"], r["distance"]) for s in results for r in results[s]}
+    asked = {(trial.id, question.distance) for trial in trials for question in trial.questions}
+    return {(setting, *question) for setting in settings for question in asked} - done
+
+
+def report(folder: Path, described: dict) -> None:
+    """Print the table of all records, and put it and the plots into the folder."""
+    results = by_setting(read_lines(folder, "records"))
+    n_texts = len({record["trial"] for found in results.values() for record in found})
+    text = f"{described['checkpoint']}, {n_texts} texts, {described['dtype']}\n\n{table(results)}\n"
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    plot(results, folder)
+    print(text, end="")
+
+
 def main() -> None:
-    parser = parse_arguments()
+    parser = make_parser()
     args = parser.parse_args()
     POLICIES.update(BASELINES)
+    rank = process_rank()[0]
     try:
         need_matplotlib()
         settings = parse_settings(f"full,{args.policies}", args.budgets, args.recent)
@@ -269,30 +297,22 @@ def main() -> None:
                 f"distances must be 1 to {len(FACTS)} different numbers from 1, got"
                 f" {args.distances!r}"
             )
-        model = Transformer.from_pretrained(args.checkpoint, args.device, DTYPES.get(args.dtype))
-        described = {
-            "checkpoint": Path(args.checkpoint).name,
-            **{name: getattr(args, name) for name in ("distances", "batch_size", "seed")},
-            "dtype": str(model.dtype).removeprefix("torch."),
-        }
-        folder = RunFolder(args.output, described, process_rank()[0])
+        model = load_model(args)
+
+        def encode(text: str) -> list[int]:
+            return model.tokenizer.ids(text, add_special_tokens=False)
+
+        # Room for the first fact, which comes up to a sentence early.
+        n_tokens = max(distances) + 3 * max(len(encode(f"{fact} 0000.")) for fact in FACTS)
+        trials = [make_trial(i, encode, n_tokens, distances, args.seed) for i in range(args.trials)]
+        described = describe(args, model) | {"distances": distances, "batch_size": args.batch_size}
+        folder = RunFolder(args.output, described, rank)
+        run(args, model, trials, settings, folder)
+        if rank == 0:
+            wait_for_others(lambda: not missing(trials, settings, args.output))
+            report(args.output, described)
     except (OSError, ValueError) as error:
         parser.error(one_line(error))
-
-    def encode(text: str) -> list[int]:
-        return model.tokenizer.ids(text, add_special_tokens=False)
-
-    # Room for the first fact, which comes up to a sentence early.
-    n_tokens = max(distances) + 3 * max(len(encode(f"{fact} 0000.")) for fact in FACTS)
-    trials = [make_trial(i, encode, n_tokens, distances, args.seed) for i in range(args.trials)]
-    run(args, model, trials, settings, folder)
-    if process_rank()[0] == 0:
-        results = by_setting(folder.records)
-        text = f"{described['checkpoint']}, {args.trials} texts x {n_tokens} tokens,"
-        text += f" {described['dtype']}\n\n{table(results)}\n"
-        (args.output / "table.md").write_text(text, encoding="utf-8")
-        plot(results, args.output)
-        print(text, end="")
 
 
 if __name__ == "__main__":

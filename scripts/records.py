@@ -4,12 +4,16 @@
 import json
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from model import one_line  # noqa: E402
+
+POLL_SECONDS = 5
 
 
 def read_records(path: Path, fields: dict[str, type]) -> list[dict]:
@@ -62,10 +66,7 @@ class RunFolder:
         self.file = path / (f"records.{rank}.jsonl" if rank else "records.jsonl")
         if self.file.exists():
             drop_torn_line(self.file)
-        self.records = []
-        for file in sorted(path.glob("records*.jsonl")):
-            *lines, _ = file.read_text(encoding="utf-8").split("\n")  # the last may be half written
-            self.records += map(json.loads, lines)
+        self.records = read_lines(path, "records")
 
     def check(self, settings: dict) -> None:
         """Compare with the folder's settings, or write them if it has none."""
@@ -96,6 +97,15 @@ class RunFolder:
         self.records.append(record)
 
 
+def read_lines(folder: Path, name: str) -> list[dict]:
+    """What all processes have written to `name`.jsonl so far, without a half-written last line."""
+    records = []
+    for file in sorted(folder.glob(f"{name}*.jsonl")):
+        *lines, _ = file.read_text(encoding="utf-8").split("\n")
+        records += map(json.loads, lines)
+    return records
+
+
 def drop_torn_line(file: Path) -> None:
     """Cut off a last line that has no end: a process was killed while it wrote."""
     content = file.read_bytes()
@@ -107,3 +117,13 @@ def drop_torn_line(file: Path) -> None:
 def process_rank() -> tuple[int, int]:
     """This process's number and how many share the work, as torchrun tells them."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def wait_for_others(is_complete: Callable[[], bool]) -> None:
+    """Return once the other processes have done their share too."""
+    told = False
+    while not is_complete():
+        if not told:
+            print("waiting for the other processes", file=sys.stderr)
+            told = True
+        time.sleep(POLL_SECONDS)

@@ -2,6 +2,8 @@
 """Feed a model given texts under a policy and a budget, and look at what it predicts: `Replay`."""
 
 import argparse
+import hashlib
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -44,6 +46,11 @@ class Setting:
     def line(self) -> str:
         """What stays the same along a line of a plot against the budget."""
         return self.policy + ("" if self.recent is None else f", recent {self.recent}")
+
+    @property
+    def slot_map(self) -> str:
+        """Who shares a slot map: everything, a layer's heads, or nobody."""
+        return self.config(10**9).slot_map
 
     def config(self, n_tokens: int, seed: int = 0) -> EvictionConfig:
         """For rows of up to `n_tokens`.
@@ -94,15 +101,17 @@ class Replay:
         self.n_fed = 0
         engine = Engine(model, config, Sampling(), len(prompts), compile_mode)
         self.engine, self.cache = engine, engine.cache
-        if positions == "cache-length":
-            engine.cache.rotary_limit = engine.prompt_cache.rotary_limit = config.budget
         dtype = torch.promote_types(model.dtype, torch.float32)
         with torch.device(model.device):
             engine.state = Forced(len(prompts), model.config.vocab_size, dtype)
         self.chunked = takes_chunks(config) if chunked is None else chunked
+        limit = config.budget if positions == "cache-length" else None
+        self.cache.rotary_limit = limit
         if not self.chunked:
             engine.warm_up([self.prefix(step) for step in range(n_tokens)])
+        self.cache.rotary_limit = None  # a prompt comes before any eviction
         engine.prefill(prompts)
+        self.cache.rotary_limit = limit
         self.logits = engine.state.logits.clone()  # [B, vocab] after the last token
 
     @torch.no_grad()
@@ -119,15 +128,10 @@ class Replay:
         else:
             for step, token in enumerate(tokens.unbind(1)):
                 before.append(self.feed_token(token))
-                self.held[:, step] = self.share_held()
+                self.held[:, step] = share_held(self.cache)
         logits = torch.cat(before, dim=1)
         self.logits = logits[:, -1]
         return logits[:, :-1]
-
-    def share_held(self) -> Tensor:
-        """Slots taken, of those that can be by now, mean over layers and heads. [B] float64"""
-        taken = (self.cache.position != NO_POSITION).sum(-1).double().mean((1, 2))
-        return taken / self.cache.length.clamp(max=self.cache.config.budget)
 
     def feed_token(self, token: Tensor) -> Tensor:
         """One decode step with `token` [B], as in generation. Returns logits [B, 1, vocab]."""
@@ -194,6 +198,12 @@ class Replay:
             buffer.copy_(content)
 
 
+def share_held(cache: SlotCache) -> Tensor:
+    """Slots taken, of those that can be by now, mean over layers and heads. [B] float64"""
+    taken = (cache.position != NO_POSITION).sum(-1).double().mean((1, 2))
+    return taken / cache.length.clamp(max=cache.config.budget)
+
+
 def takes_chunks(config: EvictionConfig) -> bool:
     """Whether a token's score is final when it enters, so that victims are known CHUNK ahead."""
     final = POLICIES[config.policy].cache_type() is SlotCache and not config.lag
@@ -205,12 +215,12 @@ def reads_attention(config: EvictionConfig) -> bool:
 
 
 def by_setting(records: Iterable[dict]) -> dict[Setting, list[dict]]:
-    """The records of every setting, by budget."""
+    """The records of every setting, by budget and name."""
     groups: dict[Setting, list[dict]] = {}
     for record in records:
         setting = Setting(record["policy"], record["budget"], record["recent"])
         groups.setdefault(setting, []).append(record)
-    return dict(sorted(groups.items(), key=lambda item: item[0].budget or 0))
+    return dict(sorted(groups.items(), key=lambda item: (item[0].budget or 0, item[0].line)))
 
 
 def parse_settings(policies: str, budgets: str, recents: str | None) -> list[Setting]:
@@ -223,8 +233,7 @@ def parse_settings(policies: str, budgets: str, recents: str | None) -> list[Set
         for recent in windows
     ]
     for setting in settings:
-        budget = 1024 if setting.budget is None else setting.budget
-        EvictionConfig(budget, setting.policy, recent=setting.recent)
+        setting.config(10**9)
     return list(dict.fromkeys(settings))
 
 
@@ -236,7 +245,7 @@ def parse_numbers(text: str, name: str) -> list[int]:
 
 
 def add_settings(parser: argparse.ArgumentParser, policies: str, budgets: str) -> None:
-    """The options of `parse_settings` and of a model, with defaults."""
+    """The options of a model and of `parse_settings`, with defaults."""
     add = parser.add_argument
     demo = ROOT / "models/SmolLM2-135M-Instruct"
     add("--checkpoint", default=str(demo), help="repo id or folder (default: the demo model)")
@@ -246,7 +255,14 @@ def add_settings(parser: argparse.ArgumentParser, policies: str, budgets: str) -
     add("--seed", type=int, default=0, help="of all random choices (default: 0)")
     add("--device", help="cuda or cpu (default: cuda where there is one)")
     add("--dtype", choices=DTYPES, help="default: float32 on cpu, else bfloat16")
-    add("--no-compile", dest="compile_mode", action="store_const", const="none", default="blocks")
+    add(
+        "--no-compile",
+        dest="compile_mode",
+        action="store_const",
+        const="none",
+        default="blocks",
+        help="run eagerly",
+    )
 
 
 def check_numbers(args: argparse.Namespace, *names: str) -> None:
@@ -254,3 +270,29 @@ def check_numbers(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         if (number := getattr(args, name)) is not None and number < 1:
             raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {number}")
+
+
+def load_model(args: argparse.Namespace) -> Transformer:
+    """The model, under torchrun on the GPU of this process."""
+    device = args.device
+    if device is None and torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    model = Transformer.from_pretrained(args.checkpoint, device, DTYPES.get(args.dtype))
+    if model.device.type == "cuda":
+        torch.cuda.set_device(model.device)  # where streams and graphs are made
+    return model
+
+
+def describe(args: argparse.Namespace, model: Transformer) -> dict:
+    """What results depend on in the model and the machine, to stand in the settings of a run."""
+    weights = model.blocks[-1].down.weight.flatten()[:256].tolist()
+    on_gpu = model.device.type == "cuda"
+    return {
+        "checkpoint": Path(args.checkpoint).name,
+        "weights": hashlib.sha256(repr((model.config, weights)).encode()).hexdigest()[:16],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if on_gpu else model.device.type,
+        "compile_mode": args.compile_mode,
+        "torch": torch.__version__,
+        "seed": args.seed,
+    }

@@ -19,6 +19,7 @@ from answers import is_right, last_boxed
         (r"\boxed{\boxed{5}}", "5"),
         ("\\boxed{1\n+ 1}", "1\n+ 1"),
         ("no box", None),
+        (r"\boxed {3}", "3"),
         (r"\boxed 3", None),
         (r"\boxed{3", None),
         ("", None),
@@ -58,6 +59,9 @@ x=1 \text{ or } x=-2 | 1,-2
 864 \text{ square inches} | 864 \mbox{ inches}^2
 \frac{270}{7}^\circ | \frac{270}7\text{ degrees}
 18 dollars | 18
+10 percent | 10
+10 \text{ percent} | 0.1
+1.5 million | 1.5 million
 5 \text{ h } 30 \text{ min} | 5 \text{ h } 30 \text{ min}
 \text{Friday} | \text{Friday}
 friday | \text{Friday}
@@ -117,6 +121,7 @@ WRONG = r"""
 4 \text{ cm} | 5 \text{ cm}
 5 \text{ h } 30 \text{ min} | 5
 \text{Monday} | \text{Friday}
+1 million | 1
 B | \text{(C)}
 5\% | 50\%
 50 | 0.5

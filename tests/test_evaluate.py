@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,13 +12,15 @@ import tiny
 import torch
 
 import evaluate
+import replay
 from baselines import BASELINES
-from epikv import POLICIES
-from evaluate import OUTCOMES, Results, mcnemar
+from epikv import NO_POSITION, POLICIES
+from evaluate import OUTCOMES, Results
 from generate import Delta, Output, generate
 from model import Transformer
 from records import ROOT
-from tables import bootstrap, wilson
+from replay import Setting
+from tables import bootstrap, mcnemar, wilson
 
 TEMPLATE = "{% for m in messages %}{{ m.content }};{% endfor %}a:"
 PROBLEMS = [{"id": f"p{i}", "problem": f"{i} + {i}?", "answer": str(2 * i)} for i in range(5)]
@@ -28,9 +31,12 @@ REAL = REAL.split()
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """Policies as they were, no torchrun, little patience; nothing drawn, but the plots by name."""
-    monkeypatch.setattr(evaluate, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(evaluate, "PATIENCE_SECONDS", 0.05)
+    """Policies as they were, no torchrun, no waiting; nothing drawn, but the plots by name."""
+
+    def sleep(seconds):
+        pytest.fail("waits for others")
+
+    monkeypatch.setattr("records.time", SimpleNamespace(sleep=sleep))
     for name, policy in BASELINES.items():
         monkeypatch.setitem(POLICIES, name, policy)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -79,7 +85,7 @@ def read_lines(path):
 # Problems --------------------------------------------------------------------------------------
 
 HUB_ROWS = {
-    "HuggingFaceH4/MATH-500": {"unique_id": "test/1", "problem": "1+1?", "answer": "2", "level": 1},
+    "HuggingFaceH4/MATH-500": {"unique_id": "test/1", "problem": "1+1?", "answer": "#### 1,2"},
     "Maxwell-Jia/AIME_2024": {"ID": "2024-I-1", "Problem": "1+1?", "Answer": 2},
     "MathArena/aime_2025": {"problem_idx": 7, "problem": "1+1?", "answer": 2},
     "openai/gsm8k": {"question": "1+1?", "answer": "One #### and\n1+1=<<1+1=2>>2\n#### 1,002"},
@@ -89,7 +95,7 @@ HUB_ROWS = {
 @pytest.mark.parametrize(
     "name, arguments, id, answer",
     [
-        ("math500", ("HuggingFaceH4/MATH-500", None, "test"), "test/1", "2"),
+        ("math500", ("HuggingFaceH4/MATH-500", None, "test"), "test/1", "#### 1,2"),
         ("aime2024", ("Maxwell-Jia/AIME_2024", None, "train"), "2024-I-1", "2"),
         ("aime2025", ("MathArena/aime_2025", None, "train"), "7", "2"),
         ("gsm8k", ("openai/gsm8k", "main", "test"), "0", "1002"),
@@ -119,6 +125,21 @@ def test_a_hub_out_of_reach(monkeypatch):
         evaluate.load_problems("gsm8k")
 
 
+@pytest.mark.parametrize("name, column", [("aime2025", "problem_idx"), ("gsm8k", "answer")])
+def test_renamed_columns_of_the_hub(monkeypatch, capsys, name, column):
+    """In one line as well, which names the column."""
+    rows = [{f"{key}_": value for key, value in HUB_ROWS[evaluate.HUB[name][0]].items()}]
+    rows[0] |= {"problem": "1+1?", "question": "1+1?"}
+    loader = SimpleNamespace(load_dataset=lambda *_, **__: rows)
+    monkeypatch.setitem(sys.modules, "datasets", loader)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--dataset", name, "--checkpoint", "/nowhere"])
+    with pytest.raises(SystemExit) as exit:
+        evaluate.main()
+    message = f"cannot load {evaluate.HUB[name][0]} ('{column}'); give a JSON-lines file with id,"
+    assert capsys.readouterr().err == f"error: {message} problem, answer\n"
+    assert exit.value.code == 2
+
+
 # Work ------------------------------------------------------------------------------------------
 
 
@@ -130,6 +151,7 @@ class Scripted:
     order = 1  # -1: the last row ends first
 
     def __init__(self, engine, prompts, max_new_tokens, stop_ids):
+        self.engine = engine
         texts = [engine.model.tokenizer.decode(prompt) for prompt in prompts]
         self.script = [text.partition("\n\n")[0].partition("|")[::2] for text in texts]
         self.outputs = [Output() for _ in prompts]
@@ -152,8 +174,13 @@ class Scripted:
 
 @pytest.fixture
 def scripted(monkeypatch):
+    position = torch.tensor([[0, 9, NO_POSITION, 8], [0, 1, *[NO_POSITION] * 2]])[:, None, None]
+    config = SimpleNamespace(budget=4)
+    cache = SimpleNamespace(position=position, length=torch.tensor([10, 2]), config=config)
+
     def engine(model, *_):
-        return SimpleNamespace(model=model, state=SimpleNamespace(seed=torch.zeros(1).long()))
+        state = SimpleNamespace(seed=torch.zeros(1).long())
+        return SimpleNamespace(model=model, state=state, cache=cache)
 
     monkeypatch.setattr(evaluate, "Engine", engine)
     monkeypatch.setattr(evaluate, "Generation", Scripted)
@@ -185,27 +212,22 @@ def test_outcomes(tmp_path, command, scripted):
     assert [r.get("right") for r in records] == [True, False, False, True, False, False, None]
     assert records[6]["error"] == "RuntimeError: out of memory"
     assert all((r["policy"], r["budget"], r["sample"]) == ("streaming", 1024, 0) for r in records)
-    # One of six is correct; (12 + 9 + 4 + 19 + 9 + 2) / 6 tokens; half of the six are capped.
+    # One of six is correct, with the capped one that is right two; (12 + 9 + 4 + 19 + 9 + 2) / 6
+    # tokens; half of the six are capped.
     (line,) = [
         line for line in (tmp_path / "run/table.md").read_text().splitlines() if "1024" in line
     ]
     cells = line.strip("| ").split(" | ")
-    assert cells[:2] == ["streaming, 1024", "16.7"] and cells[3:9] == [
-        "6",
-        "6",
-        "1",
-        "1",
-        "1",
-        "3 (1)",
-    ]
-    assert cells[9:] == ["1", "9", "50.0"]
+    assert cells[:3] == ["streaming, 1024", "shared", "16.7"]
+    assert cells[4:] == ["6", "6", "1", "1", "1", "3 (1)", "1", "33.3", "9", "50.0"]
 
 
 def test_a_failure_is_no_wrong_answer(tmp_path, command, scripted):
     """Of three answers one is right: by Wilson 6.1 to 79.2 %, as if the fourth were not there."""
     replies = [r"eos|\boxed{4}", r"eos|\boxed{5}", "boom|x", "eos|five"]
     out = command("--policies", "streaming", "--batch-size", "1", problems=say(*replies)).out
-    assert "| streaming, 1024 | 33.3 | 6.1 to 79.2 | 3 | 3 | 1 | 1 | 1 | 0 (0) | 1 |" in out
+    row = "| streaming, 1024 | shared | 33.3 | 6.1 to 79.2 | 3 | 3 | 1 | 1 | 1 | 0 (0) | 1 | 33.3 |"
+    assert row in out
 
 
 def test_a_batch_that_breaks_fails_what_is_left_of_it(tmp_path, command, scripted):
@@ -233,21 +255,24 @@ def test_failures_are_tried_again(tmp_path, command, scripted, monkeypatch):
     replies = [r"eos|\boxed{4}", r"boom|\boxed{4}", r"eos|\boxed{4}", r"eos|\boxed{4}"]
     options = ("--policies", "streaming", "--batch-size", "2")
     out = command(*options, problems=say(*replies)).out
-    assert "| streaming, 1024 | 100.0 |" in out and "| 3 | 0 | 0 | 0 (0) | 1 |" in out
+    assert "| streaming, 1024 | shared | 100.0 |" in out and "| 3 | 0 | 0 | 0 (0) | 1 |" in out
     monkeypatch.setattr(Scripted, "breaks", False)
     scripted.clear()
     out = command(*options).out
     assert len(scripted) == 1  # the second batch is done
     records = read_lines(tmp_path / "run/records.jsonl")
     assert [record["id"] for record in records] == ["p0", "p1", "p2", "p3", "p1"]
-    assert "| streaming, 1024 | 100.0 |" in out and "| 4 | 0 | 0 | 0 (0) | 0 |" in out
+    assert "| streaming, 1024 | shared | 100.0 |" in out and "| 4 | 0 | 0 | 0 (0) | 0 |" in out
 
 
 def test_a_failure_gives_way_in_whatever_file(tmp_path):
-    failed = {"policy": "a", "budget": 1, "id": "p", "sample": 0, "outcome": "failed"}
-    good = failed | {"outcome": "wrong"}
-    for records in ([failed, good], [good, failed]):
-        assert [*evaluate.latest(records).values()] == [good]
+    """But not to that of another recency window."""
+    setting = {"policy": "a", "budget": 1, "recent": None}
+    failed = setting | {"id": "p", "sample": 0, "outcome": "failed"}
+    good, other = failed | {"outcome": "wrong"}, failed | {"recent": 2}
+    for records in ([failed, good, other], [other, good, failed]):
+        wanted = {(Setting("a", 1), "p", 0): good, (Setting("a", 1, 2), "p", 0): other}
+        assert evaluate.latest(records) == wanted
 
 
 def test_batches_are_filled_up_and_differ_by_seed(command, scripted):
@@ -300,6 +325,7 @@ def test_the_work_is_that_of_generate(tmp_path, command, folder):
             assert record["text"] == output.text and record["tokens"] == len(output.tokens)
             assert record["stopped"] == output.stop_reason
     assert len({record["text"] for record in records}) > 10
+    assert {line["held"] for line in read_lines(tmp_path / "run/times.jsonl")} == {1}
 
 
 def test_two_runs_write_the_same(tmp_path, command):
@@ -342,6 +368,23 @@ def test_a_policy_is_added_to_a_folder(tmp_path, command):
     assert "| streaming, 64 |" in out and "| epikv, 64 |" in out and "against streaming" in out
 
 
+def test_recency_windows_side_by_side(tmp_path, command):
+    """Each is a line of its own, and done once; more of them go into the same folder."""
+    command("--policies", "streaming,full", "--recent", "1", *REAL)
+    before = (tmp_path / "run/records.jsonl").read_bytes()
+    out = command("--policies", "streaming,full", "--recent", "1,40", *REAL).out
+    after = (tmp_path / "run/records.jsonl").read_bytes()
+    assert after.startswith(before)
+    records = read_lines(tmp_path / "run/records.jsonl")
+    found = [(r["policy"], r["budget"], r["recent"]) for r in records]
+    keys = [("streaming", 64, 1), ("full", None, None), ("streaming", 64, 40)]
+    assert found == [key for key in keys for _ in range(10)]
+    rows = [line[2:].partition(" |")[0] for line in out.splitlines() if line.startswith("| ")]
+    lines = ["streaming, recent 1, 64", "streaming, recent 40, 64", "full"]
+    pairs = ["against streaming, recent 1", "---", "streaming, recent 40", "full"]
+    assert rows == ["", "---", *lines, *pairs]
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -352,12 +395,13 @@ def test_a_policy_is_added_to_a_folder(tmp_path, command):
         (["--max-new-tokens", "13"], "holds a run with max_new_tokens 12, not 13"),
         (["--batch-size", "5"], "holds a run with batch_size 4, not 5"),
         (["--dtype", "bfloat16"], "holds a run with dtype 'float32', not 'bfloat16'"),
-        (["--recent", "9"], "holds a run with recent None, not 9"),
+        (["--no-compile"], "holds a run with compile_mode 'blocks', not 'none'"),
     ],
 )
 def test_other_settings_are_refused(command, scripted, capsys, options, words):
     rest = [o for o in REAL if o not in ("--temperature", "1")] if "--greedy" in options else REAL
-    command("--policies", "streaming", *REAL)
+    first = [o for o in REAL if o not in options] if "--no-compile" in options else REAL
+    command("--policies", "streaming", *first)
     with pytest.raises(SystemExit) as exit:
         command("--policies", "streaming", *rest, *options)
     assert exit.value.code == 2 and words in capsys.readouterr().err
@@ -370,33 +414,63 @@ def test_other_problems_are_refused(command, scripted, capsys):
     assert "holds a run with sha256" in capsys.readouterr().err
 
 
+def test_checkpoints_are_known_by_their_contents(tmp_path, folder, command, scripted, capsys):
+    """Not by where they lie: a copy goes on, another model or prompt of that name does not."""
+    options = ("--policies", "streaming", *REAL)
+    command(*options)
+    n_batches = len(scripted)
+    copy = tmp_path / "copy" / folder.name
+    shutil.copytree(folder, copy)
+    command(*options, "--checkpoint", str(copy))
+    assert len(scripted) == n_batches
+    tiny.make_tokenizer(copy, chat_template=TEMPLATE.replace("a:", "b:"))
+    other = tiny.make_model(tmp_path / "other" / folder.name, num_hidden_layers=4, seed=1)
+    tiny.make_tokenizer(other, chat_template=TEMPLATE)
+    for checkpoint, name in ((copy, "first_prompt '0 + 0?"), (other, "weights '")):
+        with pytest.raises(SystemExit) as exit:
+            command(*options, "--checkpoint", str(checkpoint))
+        assert f"holds a run with {name}" in capsys.readouterr().err and exit.value.code == 2
+    assert len(scripted) == n_batches
+
+
 # Processes -------------------------------------------------------------------------------------
 
 
-def test_two_processes_share_the_work(tmp_path, command, monkeypatch, capsys):
-    """The second first, here; the first then has the table of one process alone."""
+def test_two_processes_share_the_work(tmp_path, command, monkeypatch):
+    """The first waits until the second has done all, then has the table of one process alone.
+
+    Here the second runs while the first sleeps, is cut within its last line, and goes on.
+    """
     out = command("--policies", "epikv,streaming", *REAL, output="alone").out
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in ("1", "0"):
-        monkeypatch.setenv("RANK", rank)
-        printed = command("--policies", "epikv,streaming", *REAL)
-        assert (printed.out == out) if rank == "0" else (printed.out == printed.err == "")
     files = [tmp_path / "run/records.jsonl", tmp_path / "run/records.1.jsonl"]
+    naps = []
+
+    def sleep(seconds):
+        naps.append(seconds)
+        assert len(read_lines(files[0])) == 10 and not (tmp_path / "run/table.md").exists()
+        monkeypatch.setenv("RANK", "1")
+        evaluate.main()
+        if len(naps) == 1:
+            *lines, last = files[1].read_bytes().splitlines(keepends=True)
+            files[1].write_bytes(b"".join(lines) + last[:20])
+
+    monkeypatch.setattr("records.time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    printed = command("--policies", "epikv,streaming", *REAL)
+    assert printed.out == out and naps == [5, 5]
+    assert [line.partition(" batches")[0] for line in printed.err.splitlines()] == [
+        "epikv, 64: 1 of 3",
+        "epikv, 64: 2 of 3",
+        "streaming, 64: 3 of 3",
+        "waiting for the other processes",
+    ]
     shares = [{(r["policy"], r["id"]) for r in read_lines(file)} for file in files]
     assert all(shares)
     lines = sum((file.read_bytes().splitlines() for file in files), [])
     assert sorted(lines) == sorted((tmp_path / "alone/records.jsonl").read_bytes().splitlines())
-    assert len(read_lines(tmp_path / "run/times.1.jsonl")) == 3  # of six batches
+    # Of six batches, and the one that was cut a second time.
+    assert [len(read_lines(tmp_path / f"run/times{n}.jsonl")) for n in ("", ".1")] == [3, 4]
     assert "| epikv, 64 |" in (tmp_path / "run/time.md").read_text(encoding="utf-8")
-
-
-def test_the_first_process_does_not_wait_for_ever(command, scripted, monkeypatch):
-    """And says what it has not got."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    problems = say("eos|a", "eos|b", "eos|c")
-    out = command("--policies", "streaming", "--batch-size", "2", problems=problems).out
-    assert "| streaming, 1024 | 0.0 | 0.0 to 65.8 | 2 | 2 |" in out
-    assert "Missing of streaming, 1024: 1 answers." in out
 
 
 def test_a_process_takes_its_own_gpu(monkeypatch):
@@ -409,26 +483,28 @@ def test_a_process_takes_its_own_gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(evaluate.Transformer, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(replay.Transformer, "from_pretrained", from_pretrained)
     for local, device in ((None, None), ("3", None), ("3", "cpu")):
         if local:
             monkeypatch.setenv("LOCAL_RANK", local)
-        evaluate.load_model(SimpleNamespace(checkpoint="x", device=device, dtype=None))
+        replay.load_model(SimpleNamespace(checkpoint="x", device=device, dtype=None))
     assert asked == ["cuda:0", "cuda:3", "cpu"] and [*map(str, current)] == asked[:2]
 
 
 # Forks `main` over and over, and kills it at random: when the records have reached some length, or
-# after some time. Then two processes at once, one of which is killed and started again.
+# after some time, and at last before it is done. Then it may end. Then two processes at once, one
+# of which is killed and started again.
 KILLER = f"""
 import multiprocessing, os, random, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT / "scripts")!r})
 import evaluate
 import math_verify
+import records
 import torch
 
 torch.set_num_threads(1)
-evaluate.POLL_SECONDS = 0.05
+records.POLL_SECONDS = 0.05
 evaluate.line_plot = lambda *_, **__: None
 fork = multiprocessing.get_context("fork")
 base, *options = sys.argv[1:]
@@ -458,7 +534,7 @@ process.join()
 assert process.exitcode == 0
 duration, total = time.monotonic() - begin, size("whole")
 draw, kills = random.Random(0), 0
-while kills < 10:
+while kills < 10 or not 0 < size("killed") < total:
     process, begin = start("killed"), time.monotonic()
     until = size("killed") + draw.random() * total / 8 if kills % 2 else total
     delay = duration * draw.random() if kills % 2 == 0 else 1e9
@@ -485,7 +561,8 @@ for output, killed in (("killed", []), ("shared", [1])):
 
 
 def test_runs_that_are_killed(tmp_path, folder):
-    """Ten times at random, and one of two processes that share a folder: the end is the same."""
+    """Ten times or more at random, and one of two processes that share a folder: the end is the
+    same."""
     dataset = write_problems(tmp_path / "problems.jsonl")
     options = ["--checkpoint", str(folder), "--dataset", str(dataset)]
     options += ["--policies", "epikv,streaming,full", *REAL]
@@ -498,7 +575,8 @@ def test_runs_that_are_killed(tmp_path, folder):
     )
     assert run.returncode == 0, run.stderr
     cuts = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
-    assert len(cuts) == 10 and sum(0 < size < total for size, total in cuts) >= 3
+    partial = [0 < size < total for size, total in cuts]
+    assert len(cuts) >= 10 and sum(partial) >= 3 and partial[-1]  # what the last run goes on from
     for name in ("records.jsonl", "table.md", "settings.json"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert len(read_lines(tmp_path / "whole/records.jsonl")) == 30
@@ -548,20 +626,34 @@ def test_mcnemar_by_hand(first, second, p):
     assert mcnemar(first, second) == p
 
 
-def some(policy, budget, *outcomes):
-    """Records by outcome: a word for each problem, or one for each sample with commas."""
+def some(*outcomes):
+    """Records by outcome: a word for each problem, or one for each sample with commas.
+
+    "capped right" is capped with a right box.
+    """
     return [
-        {"policy": policy, "budget": budget, "id": str(i), "sample": sample, "tokens": 10 * (i + 1)}
-        | {"outcome": outcome, "right": outcome == "correct"}
-        | {"stopped": "length" if outcome == "capped" else "eos"}
+        {"id": str(i), "sample": sample, "tokens": 10 * (i + 1)}
+        | {"outcome": outcome.removesuffix(" right")}
+        | ({} if outcome == "failed" else {"right": outcome in ("correct", "capped right")})
+        | {"stopped": "length" if "capped" in outcome else "eos"}
         for i, samples in enumerate(outcomes)
         for sample, outcome in enumerate(samples.split(","))
     ]
 
 
+STREAMING = Setting("streaming", 8)
+
+
+def cells_of(*outcomes, n_samples=1):
+    """The row of a table by its titles."""
+    table = evaluate.accuracy_table(Results(n_samples, {STREAMING: some(*outcomes)}))
+    titles, _, row = (line[2:-2].split(" | ") for line in table.splitlines())
+    return dict(zip(titles, row, strict=True))
+
+
 def test_samples_count_within_their_problem():
     """Halves and wholes, failures left out; a problem of failures alone is none."""
-    records = some("a", 8, "correct,wrong", "correct,failed", "failed,failed", "capped,no answer")
+    records = some("correct,wrong", "correct,failed", "failed,failed", "capped,no answer")
     shares = evaluate.solved_shares(records)
     assert shares == {"0": 0.5, "1": 1, "3": 0}
     # Of 27 draws one has mean 0, one has mean 1: both ends are within 1 / 27 = 3.7 %.
@@ -570,94 +662,184 @@ def test_samples_count_within_their_problem():
     assert evaluate.capped_rate(records) == 1 / 5
 
 
-def paired(first, second, n_samples=1, policy="b"):
-    key = (policy, None if policy == "full" else 8)
-    records = {("a", 8): some("a", 8, *first), key: some(policy, key[1], *second)}
-    results = Results(["a", policy], [8], n_samples, len(first), records)
-    *_, line = evaluate.paired_table(results).splitlines()
-    return line[2:-2].split(" | ")
+@pytest.mark.parametrize(
+    "samples, score, interval",
+    [
+        # 1 / (1 + z^2 / 4) = 4 / 7.8415
+        ("correct,correct", "100.0", "51.0 to 100.0"),
+        ("wrong,capped right", "0.0", "0.0 to 49.0"),
+        # 1/2 -+ z sqrt(1 / 16 + z^2 / 64) / (1 + z^2 / 4) = 1/2 -+ 0.68605 / 1.96036
+        ("correct,wrong", "50.0", "15.0 to 85.0"),
+    ],
+)
+def test_problems_that_are_all_alike(samples, score, interval):
+    """Four of the same share: not for certain, as the bootstrap has it, but by Wilson."""
+    row = cells_of(*[samples] * 4, n_samples=2)
+    assert (row["pass@1, %"], row["95 % interval"]) == (score, interval)
+    assert (row["problems"], row["samples"]) == ("4", "8")
 
 
-@pytest.mark.parametrize("policy", ["b", "full"])
-def test_paired_differences(policy):
+def test_right_with_capped_by_hand():
+    """One correct and two capped with a right box of five that did not fail; of eight samples."""
+    row = cells_of("correct", "capped right", "wrong", "capped right", "capped", "failed")
+    assert row["right with capped, %"] == "60.0" and row["pass@1, %"] == "20.0"
+    assert row["capped (right)"] == "3 (2)" and row["capped, %"] == "60.0"
+    options = ("correct,capped right", "capped right,failed", "wrong,correct", "capped,capped")
+    row = cells_of(*options, n_samples=2)  # 4 of 7; shares of 1/2, 0, 1/2 and 0
+    assert row["right with capped, %"] == "57.1" and row["pass@1, %"] == "25.0"
+
+
+@pytest.mark.parametrize("policy, slot_map", [("streaming", "shared"), ("h2o", "head")])
+def test_the_slot_map_is_in_the_table(policy, slot_map):
+    results = Results(1, {Setting(policy, 64): some("correct")})
+    assert f"| {policy}, 64 | {slot_map} | 100.0 |" in evaluate.accuracy_table(results)
+
+
+B = Setting("b", 8)
+
+
+def paired(first, second, n_samples=1, other=B):
+    """The only row of the table, after its name and budget."""
+    results = Results(n_samples, {Setting("a", 8): some(*first), other: some(*second)})
+    titles, _, line = evaluate.paired_table(results).splitlines()
+    assert titles.startswith("| against a | budget |")
+    name, budget, *cells = line[2:-2].split(" | ")
+    assert (name, budget) == (other.line, "8")
+    return cells
+
+
+@pytest.mark.parametrize("other", [B, Setting("full"), Setting("a", 8, 2)])
+def test_paired_differences(other):
     """One problem won, five lost, one like the other, one failed: -4 of 7."""
     first = ["wrong", *["correct"] * 5, "capped", "correct"]
     second = ["correct", *["wrong"] * 5, "no answer", "failed"]
-    cells = paired(first, second, policy=policy)
-    assert cells[:4] == [policy, "8", "7", "-57.1"] and cells[5] == "0.2188"
-    low, high = map(float, cells[4].split(" to "))
+    cells = paired(first, second, other=other)
+    assert cells[:2] == ["7", "-57.1"] and cells[3] == "0.2188"
+    low, high = map(float, cells[2].split(" to "))
     assert low == pytest.approx(-100, abs=0.1) and high in (0, 14.3)
 
 
 def test_paired_differences_of_samples():
     """No McNemar; every problem half better: no doubt within these."""
     cells = paired(["wrong,correct"] * 3, ["correct,correct"] * 3, n_samples=2)
-    assert cells[2:] == ["3", "+50.0", "+50.0 to +50.0", ""]
-    assert paired(["failed"], ["correct"])[2] == "0"
+    assert cells == ["3", "+50.0", "+50.0 to +50.0", ""]
+    assert paired(["failed"], ["correct"]) == ["0", "", "", ""]
+
+
+def test_no_differences():
+    """That none was seen is no interval without a width; one won and one lost are a difference."""
+    alike = paired(["wrong", "correct", "failed"], ["no answer", "correct", "correct"])
+    assert alike == ["2", "+0.0", "none differs", "1.0000"]
+    cells = paired(["wrong,correct"] * 3, ["correct,wrong"] * 3, n_samples=2)
+    assert cells == ["3", "+0.0", "none differs", ""]
+    assert paired(["wrong", "correct"], ["correct", "wrong"])[2] == "-100.0 to +100.0"
+
+
+def test_pairs_at_every_budget():
+    """Against the first at the same budget, or at its only one; the budgets ascend."""
+    records = {Setting("b", 16): some("wrong"), Setting("full"): some("correct")}
+    records |= {Setting("b", 8): some("correct"), Setting("c", 8): some("wrong")}
+
+    def rows(results):
+        lines = evaluate.paired_table(results).splitlines()[2:]
+        return [tuple(line[2:-2].split(" | ")[i] for i in (0, 1, 2, 3)) for line in lines]
+
+    assert rows(Results(1, records)) == [
+        ("full", "8", "1", "+0.0"),
+        ("c", "8", "1", "-100.0"),
+        ("full", "16", "1", "+100.0"),
+        ("c", "16", "0", ""),
+    ]
+    first = {Setting("full"): records.pop(Setting("full"))}
+    assert rows(Results(1, first | records)) == [
+        ("b", "8", "1", "+0.0"),
+        ("c", "8", "1", "-100.0"),
+        ("b", "16", "1", "-100.0"),
+        ("c", "16", "0", ""),
+    ]
 
 
 def test_only_failures(tmp_path, alone):
     """A row of a table without numbers, and no plot of them."""
-    results = Results(["a"], [8], 1, 1, {("a", 8): some("a", 8, "failed")})
-    assert "| a, 8 |  |  | 0 | 0 | 0 | 0 | 0 | 0 (0) | 1 |  |  |" in evaluate.accuracy_table(
-        results
-    )
+    results = Results(1, {STREAMING: some("failed")})
+    row = "| streaming, 8 | shared |  |  | 0 | 0 | 0 | 0 | 0 | 0 (0) | 1 |  |  |  |"
+    assert row in evaluate.accuracy_table(results)
     evaluate.draw_plots(tmp_path, "", results, {})
     assert alone == {}
 
 
 def test_plots(tmp_path, alone):
     """By budget, ascending; the full cache is level over all of them."""
-    records = {("full", None): some("full", None, "correct", "correct")}
+    records = {Setting("full"): some("correct", "correct")}
     for budget, outcome in ((16, "correct"), (8, "capped")):
-        records["a", budget] = some("a", budget, "wrong", outcome)
-    results = Results(["full", "a"], [16, 8], 1, 2, records)
-    times = {("a", 8): {"rows": 2, "seconds": 3.0, "tokens": 5, "memory": 0}}
+        records[Setting("a", budget)] = some("wrong", outcome)
+    records[Setting("a", 16, 2)] = some("wrong", "wrong")
+    results = Results(1, records)
+    times = {Setting("a", 8): {"rows": 2, "seconds": 3.0, "tokens": 5, "memory": 0, "held": 1}}
     evaluate.draw_plots(tmp_path, "", results, times)
     assert [*alone] == ["accuracy.png", "tokens.png", "capped.png", "time.png"]
-    full, a = alone["accuracy.png"].values()
+    assert [*alone["accuracy.png"]] == ["full", "a", "a, recent 2"]
+    full, a, other = alone["accuracy.png"].values()
     # Wilson of 2 / 2, 0 / 2 and 1 / 2: 1 / (1 + z^2 / 2) = 34.24 %, and 1/2 -+ 40.55 %.
     assert full == [(8, *full[0][1:]), (16, *full[0][1:])]
     assert full[0][1:] == pytest.approx((100, 34.24, 100), abs=0.01)
+    assert len(a) == 2 and len(other) == 1
     assert a[0] == pytest.approx((8, 0, 0, 65.76), abs=0.01)
     assert a[1] == pytest.approx((16, 50, 9.45, 90.55), abs=0.01)
-    assert alone["tokens.png"] == {p: [(8, 15, 15, 15), (16, 15, 15, 15)] for p in ("full", "a")}
+    assert other[0] == pytest.approx((16, 0, 0, 65.76), abs=0.01)
+    both = [(8, 15, 15, 15), (16, 15, 15, 15)]
+    assert alone["tokens.png"] == {"full": both, "a": both, "a, recent 2": both[1:]}
     assert alone["capped.png"]["a"] == [(8, 50, 50, 50), (16, 0, 0, 0)]
     assert alone["time.png"] == {"a": [(8, 1.5, 1.5, 1.5)]}
 
 
-def test_times_add_up(tmp_path):
-    """Over batches and processes, without a line that was cut; memory is the largest."""
-    batch = {"policy": "a", "budget": 8, "rows": 2, "seconds": 3.0, "tokens": 600}
-    lines = [json.dumps(batch | {"peak_memory": gb * 10**9}) for gb in (2, 1)]
-    (tmp_path / "times.jsonl").write_text(lines[0] + "\n" + lines[1][:9], encoding="utf-8")
-    (tmp_path / "times.1.jsonl").write_text(lines[1] + "\n", encoding="utf-8")
-    times = evaluate.read_times(tmp_path, [("b", 8), ("a", 8)])
-    assert times == {("a", 8): {"rows": 4, "seconds": 6.0, "tokens": 1200, "memory": 2 * 10**9}}
-    *_, line = evaluate.time_table(times).splitlines()
-    assert line == "| a, 8 | 5.00 | 200.00 | 1.50 | 2.00 |"
+def test_times_add_up():
+    """Over batches, by setting; memory is the largest, and tells nothing on a CPU."""
+    batch = {"policy": "a", "budget": 8, "recent": None, "rows": 2, "seconds": 3.0, "tokens": 600}
+    records = [batch | {"peak_memory": gb * 10**9, "held": gb / 4} for gb in (2, 1)]
+    records.append(records[0] | {"recent": 5})
+    times = evaluate.sum_times(records)
+    found = times[Setting("a", 8)]
+    sums = {"rows": 4, "seconds": 6.0, "tokens": 1200}
+    assert len(times) == 2 and found == sums | {"memory": 2 * 10**9, "held": 0.375}
+    assert times[Setting("a", 8, 5)]["tokens"] == 600
+    for on_gpu, memory in ((True, "2.00"), (False, "")):
+        titles, _, line = evaluate.time_table({Setting("a", 8): found}, on_gpu).splitlines()
+        assert line == f"| a, 8 | 200.00 | 1.50 | {memory} | 38 |"
+        names = "tokens/s | seconds per problem and sample | peak memory, GB | slots held"
+        assert titles.startswith(f"|  | {names}")
 
 
 def test_times_of_batches(tmp_path, command, scripted):
-    """Prefill and decoding of the rows asked for, without the copies; a torn line is mended."""
+    """Prefill and decoding of the rows asked for, without the copies; a torn line is mended.
+
+    Of the slots, 3 of 4 are held in one row; in the other, of 2 tokens, 2 of those it can hold.
+    """
     options = ("--budgets", "64", "--batch-size", "2")
     problems = say("eos|a", "eos|bb", "eos|cccc")
     command("--policies", "streaming", *options, problems=problems)
     file = tmp_path / "run/times.jsonl"
     first, second = read_lines(file)
-    assert {k: second[k] for k in ("policy", "budget", "batch", "rows", "seconds", "tokens")} == {
-        "policy": "streaming", "budget": 64, "batch": 1, "rows": 1, "seconds": 3, "tokens": 4
-    }  # fmt: skip
-    assert (first["rows"], first["tokens"]) == (2, 3) and first["peak_memory"] > 10**7
-    file.write_text(json.dumps(first) + "\n" + json.dumps(second)[:30], encoding="utf-8")
+    assert first.pop("peak_memory") > 10**7 and second.pop("peak_memory") > 10**7
+    setting = {"policy": "streaming", "budget": 64, "recent": None}
+    assert first == setting | dict(batch=0, rows=2, seconds=3, tokens=3, held=0.875)
+    assert second == setting | dict(batch=1, rows=1, seconds=3, tokens=4, held=0.875)
+    table = (tmp_path / "run/time.md").read_text(encoding="utf-8")
+    assert table.splitlines()[2:] == ["| streaming, 64 | 1.17 | 2.00 |  | 88 |"]  # 7 / 6, 6 / 3
+    file.write_text(
+        json.dumps(first | {"peak_memory": 0}) + "\n" + json.dumps(second)[:30], encoding="utf-8"
+    )
     command("--policies", "epikv", *options)
     assert [line["policy"] for line in read_lines(file)] == ["streaming", "epikv", "epikv"]
+    table = (tmp_path / "run/time.md").read_text(encoding="utf-8")
+    assert len(table.splitlines()) == 3 and table.splitlines()[2].startswith("| epikv, 64 |")
 
 
 def test_all_outcomes_are_counted():
-    records = some("a", 8, *OUTCOMES)
-    row = evaluate.accuracy_row(("a", 8), records, Results(["a"], [8], 1, 5, {}))
-    assert row[5:10] == ["1", "1", "1", "1 (0)", "1"]
+    row = cells_of(*OUTCOMES)
+    counts = {"correct": "1", "wrong": "1", "no answer": "1", "capped (right)": "1 (0)"}
+    assert counts.items() <= row.items()
+    assert (row["failed"], row["problems"], row["samples"]) == ("1", "4", "4")
 
 
 # Bad input -------------------------------------------------------------------------------------
@@ -674,6 +856,7 @@ GOOD = json.dumps(PROBLEMS[0])
         (["--budgets", "4"], "budget 4 is smaller than sinks 4 + recent 1 + 1"),
         (["--budgets", "0"], "budget must be at least 1, got 0"),
         (["--recent", "-1"], "sinks and recent must be 0 or more, got 4, -1"),
+        (["--recent", "2,few"], "recent must be numbers with commas, got '2,few'"),
         (["--limit", "0"], "limit must be at least 1, got 0"),
         (["--samples", "0"], "samples must be at least 1, got 0"),
         (["--batch-size", "-2"], "batch-size must be at least 1, got -2"),
@@ -734,8 +917,9 @@ def test_what_the_model_cannot_do(tmp_path, folder, command, capsys):
     assert "error: the checkpoint has no chat template" in capsys.readouterr().err
 
 
-def test_decoding_is_recorded_as_it_is(tmp_path, command, scripted):
-    """And the tokens to the end of the context: 256 less the prompt of 84 and two digits."""
+def test_decoding_is_recorded_as_it_is(tmp_path, folder, command, scripted):
+    """And the tokens to the end of the context: 256 less the prompt. The settings are all that the
+    records depend on, without paths."""
     command("--greedy", "--policies", "streaming", output="greedy")
     command("--temperature", "0.5", "--policies", "streaming", "--limit", "2", output="drawn")
     greedy, drawn = (tiny.read_json(tmp_path / f"{n}/settings.json") for n in ("greedy", "drawn"))
@@ -743,24 +927,48 @@ def test_decoding_is_recorded_as_it_is(tmp_path, command, scripted):
     limits = {"top_k": None, "top_p": None, "min_p": None}
     assert drawn["decoding"] == {"temperature": 0.5} | limits
     prompt = f"0 + 0?\n\n{evaluate.INSTRUCTION};a:"
-    assert greedy["max_new_tokens"] == 256 - len(prompt)
+    assert greedy["max_new_tokens"] == 256 - len(prompt) and greedy["first_prompt"] == prompt
+    assert greedy["checkpoint"] == folder.name and greedy["dataset"] == "problems.jsonl"
+    assert (greedy["dtype"], greedy["device"], greedy["seed"]) == ("float32", "cpu", 0)
+    assert sorted(greedy) == sorted(
+        "checkpoint weights dtype device compile_mode torch seed dataset sha256 limit samples"
+        " decoding first_prompt max_new_tokens batch_size".split()
+    )
+    assert str(tmp_path) not in (tmp_path / "greedy/settings.json").read_text(encoding="utf-8")
     assert (greedy["limit"], drawn["limit"]) == (None, 2)
     assert len(read_lines(tmp_path / "greedy/records.jsonl")) == 5
     assert [r["id"] for r in read_lines(tmp_path / "drawn/records.jsonl")] == ["p0", "p1"]
 
 
+def make_runner(*options, max_positions=40_000):
+    """For prompts of 1,000 and 10 tokens."""
+    defaults = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    model = SimpleNamespace(config=SimpleNamespace(max_positions=max_positions), defaults=defaults)
+    args = ["--checkpoint", "x", "--dataset", "x", "--seed", "3", *options]
+    rows = [evaluate.Row("a", 0, [1] * n, "") for n in (1000, 10)]
+    return evaluate.make_runner(evaluate.make_parser().parse_args(args), model, rows, None)
+
+
 @pytest.mark.parametrize("options, temperature, top_p", [([], 0.6, 0.95), (["--greedy"], 0, None)])
-def test_a_runner_as_asked_for(tmp_path, options, temperature, top_p):
+def test_a_runner_as_asked_for(monkeypatch, options, temperature, top_p):
     """The checkpoint's decoding unless greedy; a full cache for 1,000 + 100 tokens; what policies
     take from the command line."""
-    defaults = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
-    model = SimpleNamespace(config=SimpleNamespace(max_positions=4096), defaults=defaults)
-    options += ["--checkpoint", "x", "--dataset", "x", "--seed", "3", "--recent", "2"]
-    args = evaluate.make_parser().parse_args([*options, "--max-new-tokens", "100"])
-    rows = [evaluate.Row("a", 0, [1] * n, "") for n in (1000, 10)]
-    keys = [("random", 8), ("full", None)]
-    runner = evaluate.make_runner(args, model, rows, keys, tmp_path)
+    runner = make_runner("--max-new-tokens", "100", *options)
     assert (runner.sampling.temperature, runner.sampling.top_p) == (temperature, top_p)
-    random, full = (runner.configs[key] for key in keys)
+    monkeypatch.setattr(evaluate, "Engine", lambda model, config, *_: config)
+    random, full = map(runner.engine_of, (Setting("random", 8, 2), Setting("full")))
     assert (random.policy, random.budget, random.seed, random.recent) == ("random", 8, 3, 2)
     assert (full.policy, full.budget) == ("full", 2048)
+    budgets = [runner.engine_of(Setting("random", budget)).budget for budget in (1099, 1100)]
+    assert budgets == [1099, 2048]  # what holds all is as large as the full cache
+
+
+@pytest.mark.parametrize(
+    "options, max_positions, wanted",
+    [([], 40_000, 32_768), ([], 33_768, 32_768), ([], 33_767, 32_767), ([], 1200, 200)]
+    + [(["--max-new-tokens", "39000"], 40_000, 39_000)],
+)
+def test_the_longest_answer(options, max_positions, wanted):
+    """32,768 tokens or what the context leaves, unless named."""
+    runner = make_runner(*options, max_positions=max_positions)
+    assert runner.max_new_tokens == wanted and runner.longest == 1000 + wanted

@@ -13,14 +13,13 @@ import torch
 import transformers
 
 import fidelity
+import records
 from baselines import BASELINES
 from epikv import POLICIES
 from fidelity import compare, replay, summarise
 from generate import Engine, generate
 from model import Transformer
 from replay import Setting, Trace
-
-ATTENTION_FREE = [*POLICIES]
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +171,7 @@ def test_traces_are_cut_to_one_length(model):
     assert traces[0].prompt[0] == tiny.BOS and model.tokenizer.decode(traces[0].prompt) == "Why?"
     assert tiny.BOS not in traces[0].tokens
     assert len(fidelity.cut(traces, 10, 1)) == 1
-    with pytest.raises(ValueError, match="no trace has 11 tokens; lower --tokens"):
+    with pytest.raises(ValueError, match="no trace has 11 tokens, the longest 10; lower --tokens"):
         fidelity.cut(traces, 11, None)
 
 
@@ -206,10 +205,9 @@ def test_the_command(monkeypatch, capsys, folder, tmp_path, traces_file):
     """A row for each setting by budget, a record for each trace; run again it draws the table."""
     options = options_of(traces_file)
     first = run_command(monkeypatch, capsys, folder, tmp_path / "run", *options)
-    names = ["full", "streaming, 12", "h2o, 12", "streaming, 16", "h2o, 16"]
-    assert [line.split(" | ")[0] for line in first.out.splitlines()[4:]] == [
-        f"| {n}" for n in names
-    ]
+    names = ["full", "h2o, 12", "streaming, 12", "h2o, 16", "streaming, 16"]
+    table = first.out.split("\n\n")[1]
+    assert [line.split(" | ")[0] for line in table.splitlines()[2:]] == [f"| {n}" for n in names]
     assert "15 of 15 replays, 0 minutes left" in first.err
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "settings.json",
@@ -243,18 +241,24 @@ def test_a_broken_run_goes_on(monkeypatch, capsys, folder, tmp_path, traces_file
     for length in random.Random(0).sample(range(len(records)), 4):
         (tmp_path / "cut/records.jsonl").write_bytes(records[:length])
         table = run_command(monkeypatch, capsys, folder, tmp_path / "cut", *options).out
-        assert sorted(table.splitlines()) == sorted(whole.splitlines())
+        assert table == whole
         assert records_of(tmp_path / "cut") == records_of(tmp_path / "whole")
 
 
 def test_processes_share_the_work(monkeypatch, capsys, folder, tmp_path, traces_file):
+    """The first waits for what the second does meanwhile, and reports all."""
     options = options_of(traces_file)
     alone = run_command(monkeypatch, capsys, folder, tmp_path / "alone", *options).out
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in ("1", "0"):
-        monkeypatch.setenv("RANK", rank)
-        shared = run_command(monkeypatch, capsys, folder, tmp_path / "shared", *options).out
-    assert sorted(shared.splitlines()) == sorted(alone.splitlines())
+
+    def second_process(seconds):
+        monkeypatch.setenv("RANK", "1")
+        fidelity.main()
+
+    monkeypatch.setattr(records.time, "sleep", second_process)
+    shared = run_command(monkeypatch, capsys, folder, tmp_path / "shared", *options)
+    assert shared.out == alone
+    assert "waiting for the other processes" in shared.err
     counts = [
         len((tmp_path / "shared" / name).read_text(encoding="utf-8").splitlines())
         for name in ("records.jsonl", "records.1.jsonl")
@@ -281,6 +285,8 @@ def test_the_model_writes_the_traces(monkeypatch, capsys, folder, tmp_path):
     assert len(records_of(tmp_path / "run")) == 2
     again = run_command(monkeypatch, capsys, model_folder, tmp_path / "run", *options)
     assert again.out == first.out and again.err == ""
+    few = run_command(monkeypatch, capsys, model_folder, tmp_path / "few", *options, "--limit", 1)
+    assert few.err.startswith("0: 30 tokens written\n1 of 1 replays")
 
 
 @pytest.mark.parametrize(
@@ -308,6 +314,30 @@ def test_bad_input_is_told_before_the_model_is_loaded(
     assert exit.value.code == 2 and words in capsys.readouterr().err
 
 
+def test_too_short_traces_leave_no_folder(monkeypatch, capsys, folder, tmp_path, traces_file):
+    """So that fewer tokens may go there."""
+    options = options_of(traces_file)
+    with pytest.raises(SystemExit):
+        run_command(monkeypatch, capsys, folder, tmp_path / "run", *options, "--tokens", 99)
+    assert "no trace has 99 tokens, the longest 26; lower --tokens" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_ablation_through_the_command(monkeypatch, capsys, folder, tmp_path, traces_file):
+    """Positions that stop change predictions from the budget on and not before."""
+    options = [*options_of(traces_file), "--policies", "streaming"]
+    run_command(monkeypatch, capsys, folder, tmp_path / "true", *options)
+    options += ["--positions", "cache-length"]
+    run_command(monkeypatch, capsys, folder, tmp_path / "stopped", *options)
+    true, stopped = (
+        {(r["budget"], r["trace"]): r for r in map(json.loads, records_of(tmp_path / name))}
+        for name in ("true", "stopped")
+    )
+    for key, record in true.items():
+        assert record["before"] == stopped[key]["before"]
+        assert record["to 127"]["kl"] != stopped[key]["to 127"]["kl"]
+
+
 def test_other_settings_are_refused(monkeypatch, capsys, folder, tmp_path, traces_file):
     """Other texts of the same name are other settings."""
     options = options_of(traces_file)
@@ -315,6 +345,10 @@ def test_other_settings_are_refused(monkeypatch, capsys, folder, tmp_path, trace
     with pytest.raises(SystemExit):
         run_command(monkeypatch, capsys, folder, tmp_path / "run", *options, "--tokens", 19)
     assert "run holds a run with tokens 20, not 19" in capsys.readouterr().err
+    other = tiny.make_checkpoint(tmp_path / "elsewhere" / folder.name, num_hidden_layers=4, seed=1)
+    with pytest.raises(SystemExit):
+        run_command(monkeypatch, capsys, other, tmp_path / "run", *options)
+    assert "run holds a run with weights " in capsys.readouterr().err
     write_lines(traces_file, GOOD)
     with pytest.raises(SystemExit):
         run_command(monkeypatch, capsys, folder, tmp_path / "run", *options)

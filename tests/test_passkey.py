@@ -10,6 +10,7 @@ import tiny
 import torch
 
 import passkey
+import records
 from epikv import NO_POSITION, POLICIES, CacheShape, EvictionConfig, Policy, SlotCache
 from passkey import ANSWER_TOKENS, Question, Trial, ask, first_number, make_trial, recall
 
@@ -159,9 +160,9 @@ def test_the_first_number(text, number):
 
 def test_recall_by_hand():
     """Three of four; by Wilson (z = 1.96) 0.75 of 4 lies between 0.301 and 0.954."""
-    records = [dict(answer="1", found=found) for found in ("1", "1", "1", "")]
-    assert passkey.recalled(records) == 0.75
-    assert passkey.cell(records) == "75% (30% to 95%)"
+    answers = [dict(answer="1", found=found) for found in ("1", "1", "1", "")]
+    assert passkey.recalled(answers) == 0.75
+    assert passkey.cell(answers) == "75% (30% to 95%)"
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,7 @@ def folder(tmp_path_factory):
 
 def run_command(monkeypatch, capsys, folder, output, *options):
     command = ["passkey.py", "--checkpoint", str(folder), "--no-compile", "--output", str(output)]
-    command += ["--distances", "20,50", "--batch-size", "2", *options]
+    command += ["--distances", "20,150", "--batch-size", "2", *options]
     monkeypatch.setattr(sys, "argv", command)
     passkey.main()
     return capsys.readouterr()
@@ -199,11 +200,11 @@ def test_the_command(monkeypatch, capsys, folder, tmp_path):
         "recall.png",
         "recall-64.png",
     }
-    records = (tmp_path / "run/records.jsonl").read_text(encoding="utf-8")
-    assert len(records.splitlines()) == 3 * 3 * 2
+    written = (tmp_path / "run/records.jsonl").read_text(encoding="utf-8")
+    assert len(written.splitlines()) == 3 * 3 * 2
     again = run_command(monkeypatch, capsys, folder, tmp_path / "run", *options)
     assert again.out == first.out and again.err == ""
-    assert (tmp_path / "run/records.jsonl").read_text(encoding="utf-8") == records
+    assert (tmp_path / "run/records.jsonl").read_text(encoding="utf-8") == written
 
 
 def test_a_broken_run_goes_on(monkeypatch, capsys, folder, tmp_path):
@@ -211,29 +212,45 @@ def test_a_broken_run_goes_on(monkeypatch, capsys, folder, tmp_path):
     options = ["--trials", "3", "--policies", "random", "--budgets", "64", "--seed", "4"]
     run_command(monkeypatch, capsys, folder, tmp_path / "whole", *options)
     table = (tmp_path / "whole/table.md").read_text(encoding="utf-8")
-    records = (tmp_path / "whole/records.jsonl").read_bytes()
-    for length in random.Random(0).sample(range(len(records)), 4):
+    whole = (tmp_path / "whole/records.jsonl").read_bytes()
+    for length in random.Random(0).sample(range(len(whole)), 4):
         run_command(
             monkeypatch, capsys, folder, tmp_path / f"{length}", "--trials", "1", *options[2:]
         )
-        (tmp_path / f"{length}/records.jsonl").write_bytes(records[:length])
+        (tmp_path / f"{length}/records.jsonl").write_bytes(whole[:length])
         run_command(monkeypatch, capsys, folder, tmp_path / f"{length}", *options)
         assert (tmp_path / f"{length}/table.md").read_text(encoding="utf-8") == table
         found = (tmp_path / f"{length}/records.jsonl").read_bytes()
-        assert sorted(found.splitlines()) == sorted(records.splitlines())
+        assert sorted(found.splitlines()) == sorted(whole.splitlines())
 
 
 def test_two_processes_share_the_work(monkeypatch, capsys, folder, tmp_path):
+    """The first waits for what the second does meanwhile, and reports all."""
     options = ["--trials", "2", "--policies", "epikv,random,streaming", "--budgets", "64"]
     alone = run_command(monkeypatch, capsys, folder, tmp_path / "alone", *options)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in ("1", "0"):
-        monkeypatch.setenv("RANK", rank)
-        shared = run_command(monkeypatch, capsys, folder, tmp_path / "shared", *options)
-        lines = (tmp_path / "shared").glob("records*.jsonl")
-        assert sum(len(file.read_text().splitlines()) for file in lines) in (8, 16)
-    rows = sorted(alone.out.splitlines())
-    assert sorted(shared.out.splitlines()) == rows
+
+    def second_process(seconds):
+        monkeypatch.setenv("RANK", "1")
+        passkey.main()
+
+    monkeypatch.setattr(records.time, "sleep", second_process)
+    shared = run_command(monkeypatch, capsys, folder, tmp_path / "shared", *options)
+    assert shared.out == alone.out and "waiting for the other processes" in shared.err
+    for name in (
+        "records.jsonl",
+        "records.1.jsonl",
+    ):  # two settings each, of two answers in two texts
+        assert len((tmp_path / "shared" / name).read_text(encoding="utf-8").splitlines()) == 8
+
+
+def test_distances_without_room(monkeypatch, capsys, folder, tmp_path):
+    with pytest.raises(ValueError, match="distance 310 is too close to the one before it"):
+        trials_of(1, distances=(100, 300, 310))
+    with pytest.raises(SystemExit) as exit:
+        run_command(monkeypatch, capsys, folder, tmp_path, "--distances", "20,21")
+    assert exit.value.code == 2
+    assert "distance 21 is too close to the one before it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,21 @@ def test_the_split_does_not_matter(model, policy):
     torch.testing.assert_close(torch.cat(parts, 1), replay.feed(tokens), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("policy", ["epikv", "streaming"])
+def test_a_chunk_is_as_many_steps_where_positions_stop(model, policy):
+    """The prompt's own stay true, longer than the budget or not."""
+    config, prompts, tokens = EvictionConfig(128, policy), prompts_of(3, 170), random_tokens(2, 150)
+    single, chunked = (
+        Replay(model, config, prompts, 150, "none", positions="cache-length", chunked=chunked)
+        for chunked in (False, True)
+    )
+    true = Replay(model, config, prompts, 150, "none")
+    assert torch.equal(chunked.logits, true.logits)
+    found, stopped = chunked.feed(tokens), single.feed(tokens)
+    torch.testing.assert_close(found, stopped, rtol=0, atol=1e-10)
+    assert not torch.allclose(found[0, 140], true.feed(tokens)[0, 140], rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("policy", ["epikv", "lag-kv", "h2o", "thinkv"])
 def test_the_share_of_slots_held(model, policy):
     """All that can be; but ThinKV empties slots, here after the first blocks: see its own tests."""
