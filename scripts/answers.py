@@ -3,15 +3,18 @@
 
 import re
 
-BOX = re.compile(r"\\boxed\s*\{")
+# The start of a box, a brace, or an escape, which hides one.
+BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 # What stands between the digits of 1 234, 1\,234 and 1~234.
 DIGIT_GAP = re.compile(r"(?<=\d)(?:\\[,:; ]|~|\s)+(?=\d{3}(?!\d))")
 # The unit of 5 \text{ cm}^2, or of 5 dollars; \text{Friday} has no number before it.
 UNIT = re.compile(
-    r"(?<=\d)(?:\s*\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\{?\d\}?)?"
-    r"|\s+(?!hundred|thousand|million|billion|trillion|dozen)[A-Za-z]{4,}[A-Za-z ]*)$"
+    r"(?<=\d)(?:\s*\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\{?\d\}?)?|\s+[A-Za-z]{4,}[A-Za-z ]*)$"
 )
+POWER = re.compile(r"(?<=\d)\s*(?:\\text\{\s*)?\b(thousand|million|billion)\b\s*\}?", re.IGNORECASE)
+POWERS = {"thousand": 3, "million": 6, "billion": 9}
 BASE = re.compile(r"(?<=\d)_\{?(\d+)\}?$")
+LABEL = re.compile(r"[A-Z]{2,}")
 SET = re.compile(r"(?:\\left)?\\\{.*\\\}$", re.DOTALL)
 PAIR = re.compile(r"(?:\\left)?[(\[].*[)\]]$", re.DOTALL)  # or interval
 PERCENT = re.compile(r"\\?%")
@@ -23,15 +26,16 @@ def last_boxed(text: str) -> str | None:
 
     Braces may be nested to any depth; `\{` and `\}` are printed characters and do not count.
     """
-    for box in reversed([*BOX.finditer(text)]):
-        depth, escaped = 1, False
-        for end in range(box.end(), len(text)):
-            if not escaped:
-                depth += (text[end] == "{") - (text[end] == "}")
-            if depth == 0:
-                return text[box.end() : end]
-            escaped = text[end] == "\\" and not escaped
-    return None
+    opened: list[tuple[int, bool]] = []  # where the contents begin, and whether of a box
+    last, begin = None, -1
+    for mark in BRACE.finditer(text):
+        if mark[0].endswith("{") and not mark[0] == r"\{":
+            opened.append((mark.end(), mark[0] != "{"))
+        elif mark[0] == "}" and opened:
+            start, is_box = opened.pop()
+            if is_box and start > begin:
+                last, begin = text[start : mark.start()], start
+    return last
 
 
 def is_right(answer: str, truth: str) -> bool:
@@ -53,7 +57,8 @@ def is_right(answer: str, truth: str) -> bool:
 
 def normalise(text: str) -> str:
     """A box's contents without what math-verify reads wrongly."""
-    text = text.strip().rstrip(".").replace("°", r"^\circ")  # "42." and "90°" it cannot read
+    text = text.strip().rstrip(".\\ ").replace("°", r"^\circ")  # "42." and "90°" it cannot read
+    text = POWER.sub(lambda word: rf" \cdot 10^{POWERS[word[1].lower()]}", text)
     text = PERCENT_WORD.sub(r"\\%", text)
     text = DIGIT_GAP.sub("", text)  # a mixed number to it: 1 + 234
     return UNIT.sub("", text)  # of "5 \text{ h } 30 \text{ min}" it drops all from the first unit
@@ -64,7 +69,10 @@ def are_of_two_kinds(answer: str, truth: str) -> bool:
     forms = [bool(SET.match(text)) - bool(PAIR.match(text)) for text in (answer, truth)]
     bases = [found[1] for found in map(BASE.search, (answer, truth)) if found]
     # A set in braces equals a pair to it, and 52_8 equals 52_9.
-    return forms in ([1, -1], [-1, 1]) or len(set(bases)) == 2
+    # CBA equals ABC, as a product of letters.
+    labels = [text for text in (answer, truth) if LABEL.fullmatch(text)]
+    two_labels = len(labels) == 2 and answer != truth
+    return forms in ([1, -1], [-1, 1]) or len(set(bases)) == 2 or two_labels
 
 
 def is_equal(answer: str, truth: str) -> bool:

@@ -46,6 +46,7 @@ from records import (  # noqa: E402
     process_rank,
     read_lines,
     read_records,
+    told_in_one_line,
     wait_for_others,
 )
 from replay import (  # noqa: E402
@@ -218,6 +219,8 @@ class Runner:
                     yield grade(batch.setting, left.pop(delta.row), outputs[delta.row])
                 if not left:  # a copy that fills up may go on
                     break
+        except ValueError:  # of the settings, such as no compiler: no batch would fare better
+            raise
         except Exception as error:  # no memory, say; the next batch may have enough
             self.engine = None
             for number, row in left.items():
@@ -246,11 +249,14 @@ def batch_seed(seed: int, number: int) -> int:
 def grade(setting: Setting, row: Row, output: Output) -> dict:
     """The record of a row that has ended. One at the limit is capped, whatever its box.
 
-    `right` tells of the last box alone, for the papers that count a capped one as well.
+    `right` tells of the last box alone, for the papers that count a capped one as well. A box that
+    the grader cannot read in time is not right: nothing that one would write as an answer is so.
     """
     answer = last_boxed(output.text)
     try:
         right = answer is not None and is_right(answer, row.truth)
+    except TimeoutError:
+        right = False
     except Exception as error:
         return failure(setting, row, output, error)
     if output.stop_reason == "length":
@@ -286,7 +292,7 @@ def names_of(batch: Batch) -> list[Name]:
 
 def work(runner: Runner, batches: list[Batch], folder: RunFolder, tells: bool) -> None:
     """Run what is not yet recorded, a batch with a row missing as a whole."""
-    records = latest(folder.records)
+    records = latest(read_lines(folder.path, "records"))
     done = {name for name, record in records.items() if record["outcome"] != "failed"}
     wanted = [batch for batch in batches if any(name not in done for name in names_of(batch))]
     start = time.perf_counter()
@@ -576,23 +582,21 @@ def evaluate(args: argparse.Namespace, rank: int, n_processes: int) -> None:
 def write_report(path: Path, results: Results, described: dict) -> None:
     """Print the tables, and put them and the plots into the folder."""
     text = report(results, described)
-    print(text)
     (path / "table.md").write_text(text, encoding="utf-8")
     times = sum_times(read_lines(path, "times"))
     times = {setting: times[setting] for setting in results.records if setting in times}
     on_gpu = described["device"] not in ("cpu", "mps")
     (path / "time.md").write_text(time_table(times, on_gpu) + "\n", encoding="utf-8")
     draw_plots(path, f"{described['checkpoint']} on {described['dataset']}", results, times)
+    print(text)
 
 
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     POLICIES.update(BASELINES)
-    try:
+    with told_in_one_line(parser):
         evaluate(args, *process_rank())
-    except (OSError, ValueError, torch.OutOfMemoryError) as error:
-        parser.error(one_line(error))
 
 
 if __name__ == "__main__":

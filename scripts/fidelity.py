@@ -35,13 +35,14 @@ sys.path.insert(0, str(ROOT))
 from baselines import BASELINES  # noqa: E402
 from epikv import POLICIES, EvictionConfig  # noqa: E402
 from generate import ArgumentParser, generate  # noqa: E402
-from model import Transformer, one_line  # noqa: E402
+from model import Transformer  # noqa: E402
 from plots import line_plot, need_matplotlib  # noqa: E402
 from records import (  # noqa: E402
     RunFolder,
     process_rank,
     read_lines,
     read_records,
+    told_in_one_line,
     wait_for_others,
 )
 from replay import (  # noqa: E402
@@ -321,32 +322,6 @@ def settings_of(args: argparse.Namespace, model: Transformer, source: Path) -> d
     }
 
 
-def main() -> None:
-    parser = make_parser()
-    args = parser.parse_args()
-    POLICIES.update(BASELINES)
-    rank = process_rank()[0]
-    try:
-        need_matplotlib()
-        settings = parse_settings(args.policies, args.budgets, args.recent)
-        check_numbers(args, "tokens", "batch_size", "limit")
-        source = args.traces or args.problems
-        fields = ("id", "prompt", "trace") if args.traces else ("id", "problem")
-        records = read_records(source, dict.fromkeys(fields, str))
-        model = load_model(args)
-        described = settings_of(args, model, source)
-        if args.problems is not None:  # its traces are kept there
-            RunFolder(args.output, described, rank)
-        traces = cut(find_traces(args, model, records), args.tokens, args.limit)
-        folder = RunFolder(args.output, described, rank)
-        run(args, model, traces, settings, folder)
-        if rank == 0:
-            wait_for_others(lambda: not missing(traces, settings, args.output))
-            report(args.output, described, len(traces))
-    except (OSError, ValueError) as error:
-        parser.error(one_line(error))
-
-
 def missing(traces: list[Trace], settings: list[Setting], folder: Path) -> set[tuple[Setting, str]]:
     """What the folder has no record of."""
     results = by_setting(read_lines(folder, "records"))
@@ -367,6 +342,28 @@ def report(folder: Path, described: dict, n_traces: int) -> None:
     (folder / "table.md").write_text(text, encoding="utf-8")
     plot(results, folder)
     print(text, end="")
+
+
+def main() -> None:
+    parser = make_parser()
+    args = parser.parse_args()
+    POLICIES.update(BASELINES)
+    with told_in_one_line(parser):
+        rank, _ = process_rank()
+        need_matplotlib()
+        settings = parse_settings(args.policies, args.budgets, args.recent)
+        check_numbers(args, "tokens", "batch_size", "limit")
+        source = args.traces or args.problems
+        fields = ("id", "prompt", "trace") if args.traces else ("id", "problem")
+        records = read_records(source, dict.fromkeys(fields, str))
+        model = load_model(args)
+        described = settings_of(args, model, source)
+        folder = RunFolder(args.output, described, rank)
+        traces = cut(find_traces(args, model, records), args.tokens, args.limit)
+        run(args, model, traces, settings, folder)
+        if rank == 0:
+            wait_for_others(lambda: not missing(traces, settings, args.output))
+            report(args.output, described, len(traces))
 
 
 if __name__ == "__main__":

@@ -284,6 +284,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("flash attention on cuda takes no float32: choose another dtype")
     if not args.output.parent.is_dir():
         raise ValueError(f"no such folder: {args.output.parent}")
+    if args.output.is_dir() or args.output.suffix != ".json":
+        raise ValueError(f"output must be a .json file, got {args.output}")
     try:
         lengths = sorted({int(length) for length in args.lengths.split(",")})
     except ValueError:

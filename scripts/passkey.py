@@ -30,9 +30,15 @@ sys.path.insert(0, str(ROOT))
 from baselines import BASELINES  # noqa: E402
 from epikv import POLICIES  # noqa: E402
 from generate import ArgumentParser  # noqa: E402
-from model import Transformer, one_line  # noqa: E402
+from model import Transformer  # noqa: E402
 from plots import line_plot, need_matplotlib  # noqa: E402
-from records import RunFolder, process_rank, read_lines, wait_for_others  # noqa: E402
+from records import (  # noqa: E402
+    RunFolder,
+    process_rank,
+    read_lines,
+    told_in_one_line,
+    wait_for_others,
+)
 from replay import (  # noqa: E402
     CHUNK,
     Replay,
@@ -97,7 +103,7 @@ def make_trial(
     questions, length = [], 0
     for distance, fact in zip(sorted(distances), facts, strict=True):
         if length > distance:
-            raise ValueError(f"distance {distance} is too close to the one before it")
+            raise ValueError(f"distance {distance} is too close to the one before: move it apart")
         while length < distance:
             parts.append(encode(filler(draw)))
             length += len(parts[-1])
@@ -200,7 +206,8 @@ def plot(results: dict[Setting, list[dict]], folder: Path) -> None:
             line = [point(d, found) for d, found in by_distance(records).items()]
             against_distance[budget][setting.line] = line
     title, recall = "Recall of planted facts", "share recalled, 95 % interval"
-    line_plot(folder / "recall.png", title, "budget, slots", recall, against_budget, log_x=True)
+    if budgets:
+        line_plot(folder / "recall.png", title, "budget, slots", recall, against_budget, log_x=True)
     for budget, lines in against_distance.items():
         path, told = folder / f"recall-{budget}.png", "tokens since the fact was told"
         line_plot(path, f"{title}, budget {budget}", told, recall, lines)
@@ -286,8 +293,8 @@ def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     POLICIES.update(BASELINES)
-    rank = process_rank()[0]
-    try:
+    with told_in_one_line(parser):
+        rank, _ = process_rank()
         need_matplotlib()
         settings = parse_settings(f"full,{args.policies}", args.budgets, args.recent)
         check_numbers(args, "trials", "batch_size")
@@ -311,8 +318,6 @@ def main() -> None:
         if rank == 0:
             wait_for_others(lambda: not missing(trials, settings, args.output))
             report(args.output, described)
-    except (OSError, ValueError) as error:
-        parser.error(one_line(error))
 
 
 if __name__ == "__main__":

@@ -83,6 +83,8 @@ class Replay:
     positions: "true", or "cache-length" to let those of RoPE stop at the budget, as they do where a
         position is taken from the length of an evicting cache: the ablation of the authors' code.
     chunked: whether CHUNK tokens pass at once, see `feed_chunk`; None where they can.
+
+    Raises ValueError for more tokens than the model's context holds.
     """
 
     @torch.no_grad()
@@ -96,6 +98,10 @@ class Replay:
         positions: str = "true",
         chunked: bool | None = None,
     ):
+        longest = max(map(len, prompts)) + n_tokens
+        if longest > model.config.max_positions:
+            context = model.config.max_positions
+            raise ValueError(f"{longest} tokens do not fit in the model's context of {context}")
         self.model = model
         self.lengths = [len(prompt) for prompt in prompts]
         self.n_fed = 0
@@ -121,6 +127,7 @@ class Replay:
         Those after the last are in `logits`, and in `held` [B, T] is the share of slots that are
         taken after each of the T steps, of those that could be.
         """
+        tokens = tokens.to(self.model.device)
         before, self.held = [self.logits[:, None]], torch.ones_like(tokens, dtype=torch.float64)
         if self.chunked:  # by policies that never free a slot
             for chunk in tokens.split(CHUNK, dim=1):
@@ -186,14 +193,12 @@ class Replay:
         self.n_fed += n_tokens
         return self.model.logits(x)
 
-    def save(self) -> list[Tensor]:
+    def save(self) -> tuple[int, Tensor, list[Tensor]]:
         """All that `feed` changes, to come back to with `restore`."""
-        buffers = [buffer.clone() for buffer in self.cache.buffers()]
-        return [self.logits, torch.tensor(self.n_fed), *buffers]
+        return self.n_fed, self.logits, [buffer.clone() for buffer in self.cache.buffers()]
 
-    def restore(self, saved: list[Tensor]) -> None:
-        self.logits, n_fed, *buffers = saved
-        self.n_fed = int(n_fed)
+    def restore(self, saved: tuple[int, Tensor, list[Tensor]]) -> None:
+        self.n_fed, self.logits, buffers = saved
         for buffer, content in zip(self.cache.buffers(), buffers, strict=True):
             buffer.copy_(content)
 
@@ -214,6 +219,9 @@ def reads_attention(config: EvictionConfig) -> bool:
     return POLICIES[config.policy].cache_type().layer_type.reads_attention
 
 
+# Settings and options -------------------------------------------------------------------------
+
+
 def by_setting(records: Iterable[dict]) -> dict[Setting, list[dict]]:
     """The records of every setting, by budget and name."""
     groups: dict[Setting, list[dict]] = {}
@@ -229,7 +237,7 @@ def parse_settings(policies: str, budgets: str, recents: str | None) -> list[Set
     settings = [
         Setting("full") if policy == "full" else Setting(policy, budget, recent)
         for budget in parse_numbers(budgets, "budgets")
-        for policy in policies.split(",")
+        for policy in map(str.strip, policies.split(","))
         for recent in windows
     ]
     for setting in settings:

@@ -9,6 +9,7 @@ written by hand: to change a number, run what made it.
 """
 
 import json
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -22,9 +23,9 @@ from epikv import POLICIES  # noqa: E402
 from fidelity import cell, mean_and_error  # noqa: E402
 from generate import ArgumentParser  # noqa: E402
 from model import one_line  # noqa: E402
-from records import read_lines  # noqa: E402
+from records import read_lines, told_in_one_line  # noqa: E402
 from replay import Setting, by_setting  # noqa: E402
-from tables import bootstrap, markdown  # noqa: E402
+from tables import markdown, t_interval  # noqa: E402
 
 Results = dict[Setting, list[dict]]
 CONTROL = "streaming"  # what every policy has to beat
@@ -82,10 +83,10 @@ def values_of(records: list[dict], measure: str) -> dict[str, float]:
 
 
 def difference(records: list[dict], others: list[dict]) -> tuple[float, float, float]:
-    """Mean difference of the loss gap over the same traces, and its 95 % bootstrap interval."""
+    """Mean difference of the loss gap over the same traces, and its 95 % interval."""
     mine, theirs = values_of(records, "loss_gap"), values_of(others, "loss_gap")
     differences = [mine[trace] - theirs[trace] for trace in sorted(mine) if trace in theirs]
-    return statistics.mean(differences), *bootstrap(differences)
+    return statistics.mean(differences), *t_interval(differences)
 
 
 def loss_gap(records: list[dict]) -> float:
@@ -224,7 +225,7 @@ def memory_cell(row: dict) -> str:
 
 
 def relative(file: Path, page: Path) -> str:
-    return file.relative_to(page.parent).as_posix()
+    return Path(os.path.relpath(file, page.parent)).as_posix()
 
 
 def write_page(source: Path, page: Path) -> str:
@@ -263,11 +264,12 @@ def main() -> None:
     add("--output", type=Path, default=here / "RESULTS.md", help="default: beside this file")
     args = parser.parse_args()
     POLICIES.update(BASELINES)
-    try:
-        text = write_page(args.results.resolve(), args.output.resolve())
-    except (OSError, KeyError) as error:
-        parser.error(f"the results are not complete: {one_line(error)}")
-    args.output.write_text(text, encoding="utf-8")
+    with told_in_one_line(parser):
+        try:
+            text = write_page(args.results.resolve(), args.output.resolve())
+        except KeyError as error:
+            raise ValueError(f"the results are not complete: no {one_line(error)}") from None
+        args.output.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

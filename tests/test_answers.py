@@ -22,6 +22,10 @@ from answers import is_right, last_boxed
         (r"\boxed {3}", "3"),
         (r"\boxed 3", None),
         (r"\boxed{3", None),
+        (r"{ \boxed{3}", "3"),
+        (r"\boxed{a\\}", r"a\\"),
+        (r"\boxed{" * 100_000, None),
+        (r"\boxed{" * 2000 + "5" + "}" * 2000, "5"),
         ("", None),
     ],
 )
@@ -61,7 +65,10 @@ x=1 \text{ or } x=-2 | 1,-2
 18 dollars | 18
 10 percent | 10
 10 \text{ percent} | 0.1
-1.5 million | 1.5 million
+1.5 million | 1,500,000
+5 \text{ million} | 5000000
+5\\ | 5
+ABC | ABC
 5 \text{ h } 30 \text{ min} | 5 \text{ h } 30 \text{ min}
 \text{Friday} | \text{Friday}
 friday | \text{Friday}
@@ -122,6 +129,9 @@ WRONG = r"""
 5 \text{ h } 30 \text{ min} | 5
 \text{Monday} | \text{Friday}
 1 million | 1
+5 \text{ million} | 5
+50 | 50 \text{ thousand}
+CBA | ABC
 B | \text{(C)}
 5\% | 50\%
 50 | 0.5

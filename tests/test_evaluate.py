@@ -148,6 +148,7 @@ class Scripted:
 
     seen = []  # prompts and seed of every batch, and rows read
     breaks = True  # at "boom"; if not, that ends like others
+    error = RuntimeError
     order = 1  # -1: the last row ends first
 
     def __init__(self, engine, prompts, max_new_tokens, stop_ids):
@@ -165,7 +166,7 @@ class Scripted:
             output.text, output.tokens = text[:1], [0]
             yield Delta(row, [0], text[:1])
             if stop == "boom" and self.breaks:
-                raise RuntimeError("out of\nmemory")
+                raise self.error("out of\nmemory")
             output.text, output.tokens = text, [0] * len(text)
             output.stop_reason = stop.replace("boom", "eos")
             self.read.append(row)
@@ -239,15 +240,29 @@ def test_a_batch_that_breaks_fails_what_is_left_of_it(tmp_path, command, scripte
     assert "1 of 2 batches" in err and "2 failed: RuntimeError: out of memory" in err
 
 
-def test_an_answer_without_verdict_fails(tmp_path, command, scripted, monkeypatch):
+def test_answers_without_verdict(tmp_path, command, scripted, monkeypatch):
+    """One that takes too long to read is wrong; where the grader breaks, it is a failure."""
+
     def is_right(answer, truth):
-        raise TimeoutError("no verdict")
+        raise (TimeoutError if answer == "5" else RecursionError)("no\nverdict")
 
     monkeypatch.setattr(evaluate, "is_right", is_right)
-    command("--policies", "streaming", problems=say(r"eos|\boxed{4}", "eos|none"))
-    first, second = read_lines(tmp_path / "run/records.jsonl")
-    assert first["outcome"] == "failed" and first["error"] == "TimeoutError: no verdict"
-    assert first["answer"] == "4" and second["outcome"] == "no answer"
+    replies = [r"eos|\boxed{4}", "eos|none", r"eos|\boxed{5}", r"length|\boxed{5}"]
+    command("--policies", "streaming", problems=say(*replies))
+    records = read_lines(tmp_path / "run/records.jsonl")
+    outcomes = [(r["outcome"], r["answer"], r.get("right")) for r in records]
+    assert outcomes[:2] == [("failed", "4", None), ("no answer", None, False)]
+    assert outcomes[2:] == [("wrong", "5", False), ("capped", "5", False)]
+    assert records[0]["error"] == "RecursionError: no verdict"
+
+
+def test_bad_settings_end_the_run(tmp_path, command, scripted, monkeypatch, capsys):
+    """A ValueError, such as of a compiler that is missing, is no failure of one batch."""
+    monkeypatch.setattr(Scripted, "error", ValueError)
+    with pytest.raises(SystemExit) as exit:
+        command("--policies", "streaming", "--batch-size", "1", problems=say("eos|a", "boom|x"))
+    assert exit.value.code == 2 and capsys.readouterr().err.endswith("error: out of memory\n")
+    assert [record["id"] for record in read_lines(tmp_path / "run/records.jsonl")] == ["p0"]
 
 
 def test_failures_are_tried_again(tmp_path, command, scripted, monkeypatch):
@@ -458,12 +473,10 @@ def test_two_processes_share_the_work(tmp_path, command, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     printed = command("--policies", "epikv,streaming", *REAL)
     assert printed.out == out and naps == [5, 5]
-    assert [line.partition(" batches")[0] for line in printed.err.splitlines()] == [
-        "epikv, 64: 1 of 3",
-        "epikv, 64: 2 of 3",
-        "streaming, 64: 3 of 3",
-        "waiting for the other processes",
-    ]
+    *progress, waiting = printed.err.splitlines()
+    done = ["epikv, 64: 1 of 3", "epikv, 64: 2 of 3", "streaming, 64: 3 of 3"]
+    assert [line.partition(" batches")[0] for line in progress] == done
+    assert waiting.startswith("waiting for the other processes")
     shares = [{(r["policy"], r["id"]) for r in read_lines(file)} for file in files]
     assert all(shares)
     lines = sum((file.read_bytes().splitlines() for file in files), [])

@@ -314,13 +314,13 @@ def test_bad_input_is_told_before_the_model_is_loaded(
     assert exit.value.code == 2 and words in capsys.readouterr().err
 
 
-def test_too_short_traces_leave_no_folder(monkeypatch, capsys, folder, tmp_path, traces_file):
-    """So that fewer tokens may go there."""
+def test_too_short_traces_leave_no_trace(monkeypatch, capsys, folder, tmp_path, traces_file):
+    """So that fewer tokens may go into the same folder."""
     options = options_of(traces_file)
     with pytest.raises(SystemExit):
         run_command(monkeypatch, capsys, folder, tmp_path / "run", *options, "--tokens", 99)
     assert "no trace has 99 tokens, the longest 26; lower --tokens" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    assert "| full |" in run_command(monkeypatch, capsys, folder, tmp_path / "run", *options).out
 
 
 def test_the_ablation_through_the_command(monkeypatch, capsys, folder, tmp_path, traces_file):

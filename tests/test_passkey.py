@@ -245,12 +245,14 @@ def test_two_processes_share_the_work(monkeypatch, capsys, folder, tmp_path):
 
 
 def test_distances_without_room(monkeypatch, capsys, folder, tmp_path):
-    with pytest.raises(ValueError, match="distance 310 is too close to the one before it"):
+    with pytest.raises(
+        ValueError, match="distance 310 is too close to the one before"
+    ):
         trials_of(1, distances=(100, 300, 310))
     with pytest.raises(SystemExit) as exit:
         run_command(monkeypatch, capsys, folder, tmp_path, "--distances", "20,21")
     assert exit.value.code == 2
-    assert "distance 21 is too close to the one before it" in capsys.readouterr().err
+    assert "distance 21 is too close to the one before: move it apart" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from records import ROOT, RunFolder, read_records
+from records import ROOT, RunFolder, process_rank, read_lines, read_records
 
 FIELDS = {"id": str, "problem": str}
 GOOD = '{"id": "a", "problem": "1 + 1"}'
@@ -51,46 +51,125 @@ def test_a_file_of_other_bytes(tmp_path):
         read_records(tmp_path / "f.jsonl", FIELDS)
 
 
+def test_a_byte_order_mark_is_no_matter(tmp_path):
+    (tmp_path / "f.jsonl").write_text("\ufeff" + GOOD, encoding="utf-8")
+    assert read_records(tmp_path / "f.jsonl", FIELDS)[0]["id"] == "a"
+
+
+def test_long_values_are_told_in_short(tmp_path):
+    path = write(tmp_path / "f.jsonl", json.dumps({"id": "a", "problem": [1] * 9999}))
+    with pytest.raises(ValueError, match=r"line 1: 'problem' is \[1, 1, ") as error:
+        read_records(path, FIELDS)
+    assert len(str(error.value)) < 300
+    path = write(tmp_path / "f.jsonl", "[" * 100_000)
+    with pytest.raises(ValueError, match="line 1: no JSON: "):
+        read_records(path, FIELDS)
+
+
+def open_folder(path, settings, *records, rank=0):
+    """Add records to a folder and close it, as a process does that ends."""
+    folder = RunFolder(path, settings, rank)
+    for record in records:
+        folder.append(record)
+    folder.stream.close()
+
+
 def test_a_folder_is_taken_up_again(tmp_path):
     settings = {"budget": [128, 256], "prompt": "é"}
-    first = RunFolder(tmp_path / "run", settings)
-    first.append({"n": 1})
-    first.append({"n": "é"})
-    again = RunFolder(tmp_path / "run", settings)
-    assert again.records == first.records == [{"n": 1}, {"n": "é"}]
-    again.append({"n": 3})
+    open_folder(tmp_path / "run", settings, {"n": 1}, {"n": "é"})
+    assert read_lines(tmp_path / "run", "records") == [{"n": 1}, {"n": "é"}]
+    open_folder(tmp_path / "run", settings, {"n": 3})
     assert (tmp_path / "run/records.jsonl").read_text(encoding="utf-8") == (
         '{"n": 1}\n{"n": "é"}\n{"n": 3}\n'
     )
 
 
 def test_a_line_cut_short_is_written_anew(tmp_path):
-    """A kill in the middle of a write, here of a character, loses that line alone."""
-    RunFolder(tmp_path, {}).append({"n": "é"})
+    """A kill in the middle of a write, here of a character, loses that line alone.
+
+    Others do not see it: they read while it is being written.
+    """
+    open_folder(tmp_path, {}, {"n": "é"})
     file = tmp_path / "records.jsonl"
     whole = file.read_bytes()
     for end in range(len(whole)):
         file.write_bytes(whole + whole[:end])
-        folder = RunFolder(tmp_path, {})
-        assert folder.records == [{"n": "é"}]
-        folder.append({"n": 2})
+        assert read_lines(tmp_path, "records") == [{"n": "é"}]
+        open_folder(tmp_path, {}, {"n": 2})
         assert file.read_bytes() == whole + b'{"n": 2}\n'
+
+
+def test_files_of_one_name(tmp_path):
+    """Of the processes, and no copies."""
+    for rank in (0, 1, 12):
+        open_folder(tmp_path, {}, {"rank": rank}, rank=rank)
+    (tmp_path / "records-old.jsonl").write_text('{"rank": 0}\n')
+    assert [record["rank"] for record in read_lines(tmp_path, "records")] == [0, 1, 12]
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    open_folder(tmp_path, {}, {"n": 1})
+    (tmp_path / "records.1.jsonl").write_text('{"n": 2}\nno\n')
+    with pytest.raises(ValueError, match=r"records\.1\.jsonl, line 2: no JSON: "):
+        read_lines(tmp_path, "records")
 
 
 @pytest.mark.parametrize("other", [{"seed": 1, "budget": 8}, {"seed": 0}, {"seed": 0, "new": 1}])
 def test_other_settings_are_refused(tmp_path, other):
     """And the folder stays what it was."""
-    RunFolder(tmp_path / "run", {"seed": 0, "budget": 8}).append({"n": 1})
+    open_folder(tmp_path / "run", {"seed": 0, "budget": 8}, {"n": 1})
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     with pytest.raises(ValueError, match="run holds a run with .*; name another output folder"):
         RunFolder(tmp_path / "run", other)
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
-def test_damaged_settings(tmp_path):
-    (tmp_path / "settings.json").write_text("{", encoding="utf-8")
+def test_a_folder_without_results_takes_other_settings(tmp_path):
+    """A run that failed at its start is no reason to refuse the next."""
+    open_folder(tmp_path, {"seed": 0})
+    open_folder(tmp_path, {"seed": 1}, {"n": 1})
+    with pytest.raises(ValueError, match="holds a run with seed 1, not 0"):
+        RunFolder(tmp_path, {"seed": 0})
+
+
+@pytest.mark.parametrize("content", ["{", "[]", ""])
+def test_damaged_settings(tmp_path, content):
+    open_folder(tmp_path, {}, {"n": 1})
+    (tmp_path / "settings.json").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match="settings.json is damaged; name another"):
         RunFolder(tmp_path, {})
+
+
+def test_one_process_a_file(tmp_path):
+    """A second one, which would do the same work again, is refused."""
+    folder = RunFolder(tmp_path, {})
+    with pytest.raises(ValueError, match="another run writes there; wait for it or stop it"):
+        RunFolder(tmp_path, {})
+    RunFolder(tmp_path, {}, rank=1).stream.close()
+    folder.stream.close()
+    open_folder(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    "rank, world, found",
+    [
+        (None, None, (0, 1)),
+        ("1", "2", (1, 2)),
+        ("2", "2", None),
+        ("x", "2", None),
+        ("0", "0", None),
+    ],
+)
+def test_ranks(monkeypatch, rank, world, found):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if found is not None:
+        assert process_rank() == found
+    else:
+        with pytest.raises(ValueError, match=f"RANK '{rank}' is not a number below .* '{world}'"):
+            process_rank()
 
 
 def test_processes_share_a_folder(tmp_path):
@@ -104,7 +183,7 @@ def test_processes_share_a_folder(tmp_path):
     command = [sys.executable, "-c", program]
     running = [subprocess.Popen([*command, str(rank), str(tmp_path / "run")]) for rank in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
-    records = RunFolder(tmp_path / "run", {"seed": 0}).records
+    records = read_lines(tmp_path / "run", "records")
     wanted = [{"rank": rank, "n": n} for rank in (1, 2, 0) for n in range(50)]
     assert sorted(map(json.dumps, records)) == sorted(map(json.dumps, wanted))
     assert {path.name for path in (tmp_path / "run").iterdir()} == {

@@ -170,6 +170,11 @@ def test_nothing_compiles_while_tokens_are_fed(model):
         replay.feed(random_tokens(2, 60))
 
 
+def test_more_than_the_context(model):
+    with pytest.raises(ValueError, match="1025 tokens do not fit in the model's context of 1024"):
+        Replay(model, EvictionConfig(32, "epikv"), prompts_of(3, 25), 1000)
+
+
 def test_settings():
     """All combinations, but `full` only once; by budget in tables."""
     settings = parse_settings("epikv,full,k-norm", "64,32", "8,16")
