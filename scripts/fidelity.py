@@ -23,7 +23,7 @@ import math
 import statistics
 import sys
 import time
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -274,14 +274,14 @@ def find_traces(args: argparse.Namespace, model: Transformer, records: list[dict
     """The traces of --traces; or what the model writes on --problems, once for a folder."""
     if args.traces is not None:
         return [tokenize_trace(record, model.tokenizer) for record in records]
-    file = args.output / "traces.json"
+    file = args.output / "traces.jsonl"
     if process_rank()[0] == 0 and not file.exists():
         traces = write_traces(model, records[: args.limit], args)
         scratch = file.with_suffix(".part")
-        scratch.write_text(json.dumps([astuple(trace) for trace in traces]), encoding="utf-8")
+        scratch.write_text("".join(json.dumps(asdict(trace)) + "\n" for trace in traces))
         scratch.replace(file)
     wait_for_others(file.exists)
-    return [Trace(*fields) for fields in json.loads(file.read_text(encoding="utf-8"))]
+    return [Trace(**fields) for fields in read_lines(args.output, "traces")]
 
 
 def run(

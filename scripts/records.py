@@ -73,21 +73,21 @@ class RunFolder:
     def __init__(self, path: Path, settings: dict, rank: int = 0):
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
-        self.check(settings)
         self.file = path / (f"records.{rank}.jsonl" if rank else "records.jsonl")
         self.stream = self.file.open("ab")
         try:
             fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"{path}: another run writes there; wait for it or stop it") from None
+        self.check(settings)
         drop_torn_line(self.file)
 
     def check(self, settings: dict) -> None:
         """Compare with the settings of the folder's results, or write them if it has none."""
         file = self.path / "settings.json"
         text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
-        results = {found.name for found in self.path.iterdir() if found.stat().st_size}
-        if not results - {file.name}:
+        results = [found for found in self.path.glob("*.jsonl") if found.stat().st_size]
+        if not results or not file.exists():
             scratch = file.with_suffix(f".{os.getpid()}")
             scratch.write_text(text, encoding="utf-8")
             scratch.replace(file)  # never half a file, whoever comes first

@@ -279,9 +279,10 @@ def test_the_model_writes_the_traces(monkeypatch, capsys, folder, tmp_path):
     result = generate(
         model, ["Why?", "How so?"], policy="full", max_new_tokens=30, seed=3, compile_mode="none"
     )
-    written = json.loads((tmp_path / "run/traces.json").read_text(encoding="utf-8"))
-    assert [tokens for _, _, tokens in written] == [output.tokens for output in result.outputs]
-    assert [name for name, _, _ in written] == ["0", "1"]
+    lines = (tmp_path / "run/traces.jsonl").read_text(encoding="utf-8").splitlines()
+    written = [json.loads(line) for line in lines]
+    assert [trace["tokens"] for trace in written] == [output.tokens for output in result.outputs]
+    assert [trace["id"] for trace in written] == ["0", "1"]
     assert len(records_of(tmp_path / "run")) == 2
     again = run_command(monkeypatch, capsys, model_folder, tmp_path / "run", *options)
     assert again.out == first.out and again.err == ""

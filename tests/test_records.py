@@ -124,6 +124,23 @@ def test_other_settings_are_refused(tmp_path, other):
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
+def test_settings_of_a_run_at_work_stay(tmp_path):
+    """Though it has no results yet: another is refused before it writes its own."""
+    folder = RunFolder(tmp_path, {"seed": 0})
+    with pytest.raises(ValueError, match="another run writes there"):
+        RunFolder(tmp_path, {"seed": 1})
+    folder.append({"n": 1})
+    folder.stream.close()
+    open_folder(tmp_path, {"seed": 0})
+
+
+def test_other_files_do_not_matter(tmp_path):
+    (tmp_path / "settings.123").write_text("left over")
+    (tmp_path / "log.txt").write_text("of a shell")
+    open_folder(tmp_path, {"seed": 0}, {"n": 1})
+    open_folder(tmp_path, {"seed": 0})
+
+
 def test_a_folder_without_results_takes_other_settings(tmp_path):
     """A run that failed at its start is no reason to refuse the next."""
     open_folder(tmp_path, {"seed": 0})
