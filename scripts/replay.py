@@ -252,14 +252,11 @@ def parse_numbers(text: str, name: str) -> list[int]:
         raise ValueError(f"{name} must be numbers with commas, got {text!r}") from None
 
 
-def add_settings(parser: argparse.ArgumentParser, policies: str, budgets: str) -> None:
-    """The options of a model and of `parse_settings`, with defaults."""
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options of `load_model` and `describe`."""
     add = parser.add_argument
     demo = ROOT / "models/SmolLM2-135M-Instruct"
     add("--checkpoint", default=str(demo), help="repo id or folder (default: the demo model)")
-    add("--policies", default=policies, help=f"names with commas (default: {policies})")
-    add("--budgets", default=budgets, help=f"slots, with commas (default: {budgets})")
-    add("--recent", help="last tokens always kept, with commas (default: the policy's)")
     add("--seed", type=int, default=0, help="of all random choices (default: 0)")
     add("--device", help="cuda or cpu (default: cuda where there is one)")
     add("--dtype", choices=DTYPES, help="default: float32 on cpu, else bfloat16")
@@ -271,6 +268,15 @@ def add_settings(parser: argparse.ArgumentParser, policies: str, budgets: str) -
         default="blocks",
         help="run eagerly",
     )
+
+
+def add_settings(parser: argparse.ArgumentParser, policies: str, budgets: str) -> None:
+    """The options of a model and of `parse_settings`, with defaults."""
+    add_model(parser)
+    add = parser.add_argument
+    add("--policies", default=policies, help=f"names with commas (default: {policies})")
+    add("--budgets", default=budgets, help=f"slots, with commas (default: {budgets})")
+    add("--recent", help="last tokens always kept, with commas (default: the policy's)")
 
 
 def check_numbers(args: argparse.Namespace, *names: str) -> None:

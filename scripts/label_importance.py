@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much a text needs each of its parts: importance labels by occlusion.
+
+    python scripts/label_importance.py --traces FILE.jsonl --outcomes loss --fillers drop
+
+Windows of a trace (32 tokens, every 16) are taken away one at a time, after Kolawole and Smith
+(arXiv:2606.26472, section 4), and two outcomes are looked at:
+
+- `loss`: by how many nats the rest of the trace becomes less likely, summed over its tokens;
+- `flip`: whether the answer that the model gives after its thoughts, regenerated greedily, is
+  another than without the occlusion.
+
+Filler `drop` takes the keys and values of the window out of the cache once it has been read, which
+is what eviction does; `pad`, `eos` and `random` put other tokens in its place. The text before a
+window is computed once and shared by all of them, and windows go through the model together.
+
+FILE holds JSON lines with `id`, `prompt` and `trace`. A token's label is the mean of the losses,
+and the "or" of the flips, of the windows that cover it; the output folder gets a line for each
+trace and filler, with the answer of a control run that occludes nothing. The same command goes on
+where it was stopped.
+"""
+
+import argparse
+import hashlib
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from answers import is_right, last_boxed  # noqa: E402
+from epikv import NO_POSITION, EvictionConfig, SlotCache  # noqa: E402
+from fidelity import tokenize_trace  # noqa: E402
+from generate import ArgumentParser, Engine, Sampling, full_budget  # noqa: E402
+from model import Transformer  # noqa: E402
+from records import (  # noqa: E402
+    RunFolder,
+    process_rank,
+    read_lines,
+    read_records,
+    told_in_one_line,
+)
+from replay import Trace, add_model, check_numbers, describe, load_model  # noqa: E402
+
+FILLERS = ("drop", "pad", "eos", "random")
+OUTCOMES = ("loss", "flip")
+CHUNK = 256  # tokens whose logits stand in memory at once
+
+
+@dataclass(frozen=True)
+class Window:
+    """Positions `begin` to `end`, the latter not included, in prompt and trace."""
+
+    begin: int
+    end: int
+
+
+def cut_windows(begin: int, end: int, size: int, stride: int) -> list[Window]:
+    """Windows of `size` every `stride` tokens from `begin`; the last ones are cut at `end`."""
+    return [Window(at, min(at + size, end)) for at in range(begin, end, stride)]
+
+
+class SharedPrefix:
+    """Stands where a cache does: `n_tokens` of one row's keys and values, seen by many rows."""
+
+    reads = ()
+    rotary_limit = None
+
+    def __init__(self, cache: SlotCache, n_tokens: int, n_rows: int):
+        self.layers = [SharedLayer(layer, n_tokens, n_rows) for layer in cache.layers]
+
+    def per_layer(self, mask: Tensor) -> list[Tensor]:
+        return [mask[:, 0]] * len(self.layers)
+
+
+class SharedLayer:
+    reads_attention = False
+
+    def __init__(self, layer, n_tokens: int, n_rows: int):
+        self.k = layer.k[:, :, :n_tokens].expand(n_rows, -1, -1, -1)
+        self.v = layer.v[:, :, :n_tokens].expand(n_rows, -1, -1, -1)
+
+
+@dataclass
+class Suffix:
+    """What a batch of windows changes: everything from position `start` on.
+
+    x: residuals [W, T, hidden]. k, v: per layer [W, H_kv, T, D].
+    """
+
+    start: int
+    x: Tensor
+    k: list[Tensor]
+    v: list[Tensor]
+
+
+class Reader:
+    """A text in a full cache, read once.
+
+    tokens: [N] int64. loss: [N - 1], nats of each token after the first.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Transformer, tokens: list[int]):
+        self.model = model
+        self.tokens = torch.tensor(tokens, device=model.device)
+        self.cache = model.new_cache(EvictionConfig(full_budget(len(tokens)), "full"))
+        losses, start = [], 0
+        for chunk in self.tokens.split(CHUNK):
+            position = torch.arange(start, start + len(chunk), device=model.device)[None]
+            x, _, k, v = model(chunk[None], position, self.cache, n_cached=start)
+            self.cache.admit(k, v, [])
+            losses.append(self.loss_after(x[0], start))
+            start += len(chunk)
+        self.loss = torch.cat(losses)
+
+    def loss_after(self, x: Tensor, start: int) -> Tensor:
+        """Nats of the tokens that follow the residuals x [T, hidden] from position `start` on."""
+        targets = self.tokens[start + 1 : start + 1 + len(x)]
+        parts = []
+        for part, target in zip(x[: len(targets)].split(CHUNK), targets.split(CHUNK), strict=True):
+            logits = self.model.logits(part)
+            parts.append(logits.logsumexp(-1) - logits.gather(1, target[:, None])[:, 0])
+        return torch.cat(parts) if parts else x.new_zeros(0)
+
+    @torch.no_grad()
+    def occlude(self, windows: list[Window], filler: Tensor | None) -> Suffix:
+        """Read the text with a window taken away in each row.
+
+        filler: tokens [size] to put in a window's place; None drops it after it was read.
+        """
+        drops = filler is None
+        # With the last token before a drop, which tells the one after: `Answerer` wants it.
+        start = min(window.end - 1 if drops else window.begin for window in windows)
+        n_rows, n_tokens = len(windows), len(self.tokens)
+        ids = self.tokens[start:].expand(n_rows, -1).clone()  # [W, T]
+        key = torch.arange(n_tokens, device=ids.device)
+        query = key[start:]
+        seen = (key <= query[:, None]).expand(n_rows, -1, -1).clone()  # [W, T, N]
+        for row, window in enumerate(windows):
+            if drops:
+                seen[row, window.end - start :, window.begin : window.end] = False
+            else:
+                inside = slice(window.begin - start, window.end - start)
+                ids[row, inside] = filler[: window.end - window.begin]
+        x, _, k, v = self.model(
+            ids,
+            query.expand(n_rows, -1),
+            SharedPrefix(self.cache, start, n_rows),
+            mask=seen[:, None, None],
+            n_cached=start,
+        )
+        return Suffix(start, x, k, v)
+
+    @torch.no_grad()
+    def loss_increases(self, windows: list[Window], suffix: Suffix) -> list[float]:
+        """Nats by which what follows each window became less likely, summed over its tokens.
+
+        The window's last token tells the next one still, so counting starts with the one after.
+        """
+        increases = []
+        for window, x in zip(windows, suffix.x, strict=True):
+            changed = self.loss_after(x[window.end - suffix.start :], window.end)
+            increases.append((changed - self.loss[window.end :]).double().sum().item())
+        return increases
+
+
+class Answerer:
+    """Greedy continuations of a text from `end` on, of several rows together."""
+
+    def __init__(
+        self, reader: Reader, end: int, n_rows: int, n_answer: int, compile_mode: str = "blocks"
+    ):
+        self.reader, self.end, self.n_answer = reader, end, n_answer
+        budget = full_budget(end + n_answer)
+        config = EvictionConfig(budget, "full")
+        self.engine = Engine(reader.model, config, Sampling(), n_rows, compile_mode)
+        self.engine.warm_up([self.prefix(step) for step in range(n_answer)])
+
+    def prefix(self, step: int) -> int | None:
+        return self.engine.prefix(self.end + step + 1, self.end + step + 1)
+
+    @torch.no_grad()
+    def answers(self, windows: list[Window], suffix: Suffix, drops: bool) -> list[str | None]:
+        """The last boxed answer without each window, of which at most one a row may come."""
+        cache, end, start = self.engine.cache, self.end, suffix.start
+        n_rows = len(windows)
+        cache.reset()
+        for layer, prefix, k, v in zip(
+            cache.layers, self.reader.cache.layers, suffix.k, suffix.v, strict=True
+        ):
+            for mine, shared, own in ((layer.k, prefix.k, k), (layer.v, prefix.v, v)):
+                mine[:, :, :start] = shared[:, :, :start]
+                mine[:n_rows, :, start:end] = own[:, :, : end - start]
+        cache.position[..., :end] = torch.arange(end, device=cache.position.device)
+        if drops:
+            for row, window in enumerate(windows):
+                cache.position[row, ..., window.begin : window.end] = NO_POSITION
+        cache.length.fill_(end)
+        last = suffix.x[:, end - 1 - start]
+        logits = self.reader.model.logits(last)
+        padding = logits[-1:].expand(cache.length.shape[0] - n_rows, -1)
+        self.engine.state.draw(torch.cat([logits, padding]), cache.length - 1)
+        return [last_boxed(text) for text in self.texts()[:n_rows]]
+
+    def texts(self) -> list[str]:
+        """Decode until all rows have ended, or `n_answer` tokens."""
+        model, rows = self.reader.model, self.engine.last_tokens(1)
+        for step in range(self.n_answer - 1):
+            if all(model.eos_ids & {*row} for row in rows):
+                break
+            self.engine.step(self.prefix(step))
+            for row, token in zip(rows, self.engine.last_tokens(1), strict=True):
+                row += token
+        ends = [
+            next((i for i, token in enumerate(row) if token in model.eos_ids), len(row))
+            for row in rows
+        ]
+        return [model.tokenizer.decode(row[:end]) for row, end in zip(rows, ends, strict=True)]
+
+
+# Labels ----------------------------------------------------------------------------------------
+
+
+def answer_start(text: str) -> int:
+    """Where the answer begins, in characters: after the thoughts, else at the last box.
+
+    A text without either has none to regenerate; its end.
+    """
+    thoughts = text.rfind("</think>")
+    if thoughts >= 0:
+        return thoughts + len("</think>")
+    box = text.rfind(r"\boxed")
+    return box if box >= 0 else len(text)
+
+
+def over_tokens(windows: list[Window], values: list[float], begin: int, end: int) -> list[list]:
+    """For each token from `begin` to `end` the values of the windows that cover it."""
+    covering: list[list] = [[] for _ in range(begin, end)]
+    for window, value in zip(windows, values, strict=True):
+        for position in range(window.begin, window.end):
+            covering[position - begin].append(value)
+    return covering
+
+
+def filler_tokens(name: str, model: Transformer, size: int, seed: int) -> Tensor | None:
+    """What stands in a window's place; None where it is dropped.
+
+    Raises ValueError for a model without such a token.
+    """
+    if name == "drop":
+        return None
+    if name == "random":
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(model.config.vocab_size, (size,), generator=generator)
+        return tokens.to(model.device)
+    text = model.tokenizer.special_tokens.get(f"{name}_token", "")
+    token = model.tokenizer.tokenizer.token_to_id(text)
+    if token is None:
+        raise ValueError(f"the model has no {name} token; choose another filler")
+    return torch.full((size,), token, device=model.device)
+
+
+def batches_of(windows: list[Window], size: int) -> list[list[Window]]:
+    return [windows[first : first + size] for first in range(0, len(windows), size)]
+
+
+def label_losses(
+    reader: Reader, windows: list[Window], filler: Tensor | None, batch_size: int
+) -> list[float]:
+    """The loss increase of every window."""
+    increases = []
+    for batch in batches_of(windows, batch_size):
+        increases += reader.loss_increases(batch, reader.occlude(batch, filler))
+    return increases
+
+
+def label_flips(
+    reader: Reader,
+    windows: list[Window],
+    filler: Tensor | None,
+    answerer: Answerer,
+    batch_size: int,
+) -> tuple[str | None, list[bool]]:
+    """The answer without occlusion, and for every window whether it becomes another.
+
+    Without an answer in the control run nothing can flip.
+    """
+    # A window of nothing just before the end leaves all as it is.
+    nothing = [Window(answerer.end, answerer.end)]
+    (control,) = answerer.answers(nothing, reader.occlude(nothing, None), True)
+    if control is None:
+        return None, []
+    flips = []
+    for batch in batches_of(windows, batch_size):
+        answers = answerer.answers(batch, reader.occlude(batch, filler), filler is None)
+        flips += [answer is None or not is_right(answer, control) for answer in answers]
+    return control, flips
+
+
+def label_trace(model: Transformer, trace: Trace, filler_name: str, args) -> dict:
+    """The record of a trace under a filler: a label for each of its tokens, and the control."""
+    begin = len(trace.prompt)
+    end = begin + len(trace.tokens)
+    before_answer = model.tokenizer.decode(trace.tokens)
+    before_answer = before_answer[: answer_start(before_answer)]
+    answer_at = begin + len(model.tokenizer.ids(before_answer, add_special_tokens=False))
+    windows = cut_windows(begin, min(answer_at, end), args.window, args.stride)
+    filler = filler_tokens(filler_name, model, args.window, args.seed)
+    record = {"trace": trace.id, "filler": filler_name, "n_prompt": begin}
+    reader = Reader(model, trace.prompt + trace.tokens)
+    if "loss" in args.outcomes:
+        losses = label_losses(reader, windows, filler, args.batch_size)
+        covering = over_tokens(windows, losses, begin, end)
+        record["loss"] = [round(sum(c) / len(c), 5) if c else None for c in covering]
+    if "flip" in args.outcomes and answer_at < end:
+        answerer = Answerer(
+            reader, answer_at, args.batch_size, args.answer_tokens, args.compile_mode
+        )
+        control, flips = label_flips(reader, windows, filler, answerer, args.batch_size)
+        record["control"] = control
+        if control is not None:
+            covering = over_tokens(windows, flips, begin, end)
+            record["flip"] = [int(any(c)) if c else None for c in covering]
+    return record
+
+
+# Command line ----------------------------------------------------------------------------------
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--traces", type=Path, required=True, help="JSON lines: id, prompt, trace")
+    add_model(parser)
+    add("--outcomes", default="loss", help="loss, flip or both with a comma (default: loss)")
+    add("--fillers", default="drop", help=f"of {', '.join(FILLERS)}, with commas (default: drop)")
+    add("--window", type=int, default=32, help="tokens taken away at a time (default: 32)")
+    add("--stride", type=int, default=16, help="tokens from window to window (default: 16)")
+    add("--tokens", type=int, default=1500, help="of each trace at most (default: 1500)")
+    add("--limit", type=int, help="traces to take (default: all)")
+    add("--answer-tokens", type=int, default=512, help="of an answer at most (default: 512)")
+    add("--batch-size", type=int, default=16, help="windows at once (default: 16)")
+    add("--output", type=Path, default=Path("labels"), help="folder (default: labels)")
+    return parser
+
+
+def parse_names(text: str, known: tuple[str, ...], option: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown {option} {name!r}; known: {', '.join(known)}")
+    return names
+
+
+def settings_of(args: argparse.Namespace, model: Transformer) -> dict:
+    digest = hashlib.sha256(args.traces.read_bytes()).hexdigest()
+    names = ("outcomes", "window", "stride", "tokens", "limit", "answer_tokens", "batch_size")
+    return describe(args, model) | {
+        "texts": f"{args.traces.name}, sha256 {digest}",
+        **{name: getattr(args, name) for name in names},
+    }
+
+
+def main() -> None:
+    parser = make_parser()
+    args = parser.parse_args()
+    with told_in_one_line(parser):
+        rank, world = process_rank()
+        args.outcomes = parse_names(args.outcomes, OUTCOMES, "outcome")
+        fillers = parse_names(args.fillers, FILLERS, "filler")
+        numbers = ("window", "stride", "tokens", "limit", "answer_tokens", "batch_size")
+        check_numbers(args, *numbers)
+        records = read_records(args.traces, dict.fromkeys(("id", "prompt", "trace"), str))
+        model = load_model(args)
+        for filler in fillers:
+            filler_tokens(filler, model, args.window, args.seed)
+        traces = [tokenize_trace(record, model.tokenizer) for record in records[: args.limit]]
+        folder = RunFolder(args.output, settings_of(args, model), rank)
+        done = {
+            (record["trace"], record["filler"]) for record in read_lines(args.output, "records")
+        }
+        work = [(trace, filler) for trace in traces for filler in fillers][rank::world]
+        work = [(trace, filler) for trace, filler in work if (trace.id, filler) not in done]
+        start = time.perf_counter()
+        for finished, (trace, filler) in enumerate(work, start=1):
+            cut = replace(trace, tokens=trace.tokens[: args.tokens])
+            folder.append(label_trace(model, cut, filler, args))
+            left = (time.perf_counter() - start) / finished * (len(work) - finished)
+            print(
+                f"{finished} of {len(work)} traces, {left / 60:.0f} minutes left", file=sys.stderr
+            )
+
+
+if __name__ == "__main__":
+    main()
