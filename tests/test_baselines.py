@@ -794,7 +794,7 @@ def test_the_weights_observed_in_a_prompt(monkeypatch, policy, budget):
     given = {}  # (layer, head, position of the query): {position: weight}
     original = model_file.attend_to_prompt
 
-    def recorded(q, k, v, layer, n_cached):
+    def recorded(q, k, v, layer, n_cached, mask):
         i, first = [*cache.layers].index(layer), cache.length.item()
         all_k = torch.cat([layer.k[:, :, :n_cached], k], dim=2)
         for head in range(2):
@@ -805,7 +805,7 @@ def test_the_weights_observed_in_a_prompt(monkeypatch, policy, budget):
                 weights = [softmax_by_hand(q[0, of, t], keys) for of in (2 * head, 2 * head + 1)]
                 mean = ((weights[0] + weights[1]) / 2).tolist()
                 given[i, head, first + t] = dict(zip(held, mean, strict=False))
-        return original(q, k, v, layer, n_cached)
+        return original(q, k, v, layer, n_cached, mask)
 
     monkeypatch.setattr(model_file, "attend_to_prompt", recorded)
     model.prefill(torch.arange(220)[None] * 7 % 50, cache)
