@@ -21,14 +21,18 @@ def line_plot(
     series: dict[str, list[tuple[float, float, float, float]]],
     log_x: bool = False,
     log_y: bool = False,
+    shaded: dict[str, tuple[float, float]] | None = None,
 ) -> None:
     """Write a PNG with a line for each of `series`; the same data give the same bytes.
 
     series: points (x, y, low, high) by name; from low to high goes an interval, of none if equal.
+    shaded: ranges of x by name.
     Raises ValueError for a series without points, for numbers that are not finite or, on a
     logarithmic axis, not above 0, and where matplotlib is missing.
     """
     figure = draw(title, x_label, y_label, series, log_x, log_y)
+    for name, (first, last) in (shaded or {}).items():
+        shade(figure.axes[0], name, first, last)
     figure.savefig(path, format="png", bbox_inches="tight", metadata={"Software": None})
 
 
@@ -87,6 +91,13 @@ def draw(title: str, x_label: str, y_label: str, series: dict, log_x: bool, log_
     axes.minorticks_off()
     write_names(axes, ends)
     return figure
+
+
+def shade(axes, name: str, first: float, last: float) -> None:
+    """A grey range of x with its name above."""
+    axes.axvspan(first, last, color="#EEEEEE", zorder=0)
+    place = dict(transform=axes.get_xaxis_transform(), fontsize=8, ha="center", va="top")
+    axes.text((first + last) / 2, 0.99, name, parse_math=False, **place)
 
 
 def tick_labels(axes, ticks: list[float]) -> list[str]:
