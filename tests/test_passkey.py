@@ -245,9 +245,7 @@ def test_two_processes_share_the_work(monkeypatch, capsys, folder, tmp_path):
 
 
 def test_distances_without_room(monkeypatch, capsys, folder, tmp_path):
-    with pytest.raises(
-        ValueError, match="distance 310 is too close to the one before"
-    ):
+    with pytest.raises(ValueError, match="distance 310 is too close to the one before"):
         trials_of(1, distances=(100, 300, 310))
     with pytest.raises(SystemExit) as exit:
         run_command(monkeypatch, capsys, folder, tmp_path, "--distances", "20,21")
