@@ -564,11 +564,11 @@ def evaluate(args: argparse.Namespace, rank: int, n_processes: int) -> None:
     times = args.output / (f"times.{rank}.jsonl" if rank else "times.jsonl")
     runner = make_runner(args, model, rows, times)
     described = settings_of(args, runner, rows, digest)
-    folder = RunFolder(args.output, described, rank)
-    if times.exists():
-        drop_torn_line(times)
     batches = cut_batches(rows, settings, args.batch_size)
-    work(runner, batches[rank::n_processes], folder, tells=rank == 0)
+    with RunFolder(args.output, described, rank) as folder:
+        if times.exists():
+            drop_torn_line(times)
+        work(runner, batches[rank::n_processes], folder, tells=rank == 0)
     if rank == 0:
         names = [name for batch in batches for name in names_of(batch)]
         wait_for_others(lambda: latest(read_lines(args.output, "records")).keys() >= {*names})

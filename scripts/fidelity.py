@@ -358,9 +358,9 @@ def main() -> None:
         records = read_records(source, dict.fromkeys(fields, str))
         model = load_model(args)
         described = settings_of(args, model, source)
-        folder = RunFolder(args.output, described, rank)
-        traces = cut(find_traces(args, model, records), args.tokens, args.limit)
-        run(args, model, traces, settings, folder)
+        with RunFolder(args.output, described, rank) as folder:
+            traces = cut(find_traces(args, model, records), args.tokens, args.limit)
+            run(args, model, traces, settings, folder)
         if rank == 0:
             wait_for_others(lambda: not missing(traces, settings, args.output))
             report(args.output, described, len(traces))

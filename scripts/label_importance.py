@@ -381,20 +381,21 @@ def main() -> None:
         for filler in fillers:
             filler_tokens(filler, model, args.window, args.seed)
         traces = [tokenize_trace(record, model.tokenizer) for record in records[: args.limit]]
-        folder = RunFolder(args.output, settings_of(args, model), rank)
-        done = {
-            (record["trace"], record["filler"]) for record in read_lines(args.output, "records")
-        }
-        work = [(trace, filler) for trace in traces for filler in fillers][rank::world]
-        work = [(trace, filler) for trace, filler in work if (trace.id, filler) not in done]
-        start = time.perf_counter()
-        for finished, (trace, filler) in enumerate(work, start=1):
-            cut = replace(trace, tokens=trace.tokens[: args.tokens])
-            folder.append(label_trace(model, cut, filler, args))
-            left = (time.perf_counter() - start) / finished * (len(work) - finished)
-            print(
-                f"{finished} of {len(work)} traces, {left / 60:.0f} minutes left", file=sys.stderr
-            )
+        with RunFolder(args.output, settings_of(args, model), rank) as folder:
+            done = {
+                (record["trace"], record["filler"]) for record in read_lines(args.output, "records")
+            }
+            work = [(trace, filler) for trace in traces for filler in fillers][rank::world]
+            work = [(trace, filler) for trace, filler in work if (trace.id, filler) not in done]
+            start = time.perf_counter()
+            for finished, (trace, filler) in enumerate(work, start=1):
+                cut = replace(trace, tokens=trace.tokens[: args.tokens])
+                folder.append(label_trace(model, cut, filler, args))
+                left = (time.perf_counter() - start) / finished * (len(work) - finished)
+                print(
+                    f"{finished} of {len(work)} traces, {left / 60:.0f} minutes left",
+                    file=sys.stderr,
+                )
 
 
 if __name__ == "__main__":

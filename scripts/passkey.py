@@ -313,8 +313,8 @@ def main() -> None:
         n_tokens = max(distances) + 3 * max(len(encode(f"{fact} 0000.")) for fact in FACTS)
         trials = [make_trial(i, encode, n_tokens, distances, args.seed) for i in range(args.trials)]
         described = describe(args, model) | {"distances": distances, "batch_size": args.batch_size}
-        folder = RunFolder(args.output, described, rank)
-        run(args, model, trials, settings, folder)
+        with RunFolder(args.output, described, rank) as folder:
+            run(args, model, trials, settings, folder)
         if rank == 0:
             wait_for_others(lambda: not missing(trials, settings, args.output))
             report(args.output, described)

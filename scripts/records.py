@@ -82,6 +82,13 @@ class RunFolder:
         self.check(settings)
         drop_torn_line(self.file)
 
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *error) -> None:
+        """Let the next run write here."""
+        self.stream.close()
+
     def check(self, settings: dict) -> None:
         """Compare with the settings of the folder's results, or write them if it has none."""
         file = self.path / "settings.json"

@@ -14,18 +14,13 @@ import transformers
 
 import fidelity
 import records
-from baselines import BASELINES
 from epikv import POLICIES
 from fidelity import compare, replay, summarise
 from generate import Engine, generate
 from model import Transformer
 from replay import Setting, Trace
 
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    for name, policy in BASELINES.items():
-        monkeypatch.setitem(POLICIES, name, policy)
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 @pytest.fixture(scope="module")

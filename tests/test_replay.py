@@ -4,17 +4,12 @@ import pytest
 import tiny
 import torch
 
-from baselines import BASELINES
 from epikv import POLICIES, EvictionConfig
 from generate import Engine, Sampling, full_budget
 from model import Transformer
 from replay import CHUNK, Replay, Setting, by_setting, parse_settings, takes_chunks
 
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    for name, policy in BASELINES.items():
-        monkeypatch.setitem(POLICIES, name, policy)
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 @pytest.fixture(scope="module")

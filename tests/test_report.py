@@ -6,14 +6,8 @@ import sys
 import pytest
 
 import report
-from baselines import BASELINES
-from epikv import POLICIES
 
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    for name, policy in BASELINES.items():
-        monkeypatch.setitem(POLICIES, name, policy)
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 def record(policy, trace, gap, budget=64, kl=0.5, agreement=0.75, held=1.0, **more):
