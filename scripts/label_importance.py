@@ -10,9 +10,10 @@ Windows of a trace (32 tokens, every 16) are taken away one at a time, after Kol
 - `flip`: whether the answer that the model gives after its thoughts, regenerated greedily, is
   another than without the occlusion.
 
-Filler `drop` takes the keys and values of the window out of the cache once it has been read, which
-is what eviction does; `pad`, `eos` and `random` put other tokens in its place. The text before a
-window is computed once and shared by all of them, and windows go through the model together.
+Filler `drop` takes the keys and values of the window out of the cache once it and --delay more
+tokens have been read, which is what eviction does, with a recency window of --delay tokens; `pad`,
+`eos` and `random` put other tokens in its place. The text before that is computed once and shared
+by all windows, and windows go through the model together.
 
 FILE holds JSON lines with `id`, `prompt` and `trace`. A token's label is the mean of the losses,
 and the "or" of the flips, of the windows that cover it; the output folder gets a line for each
@@ -54,15 +55,28 @@ CHUNK = 256  # tokens whose logits stand in memory at once
 
 @dataclass(frozen=True)
 class Window:
-    """Positions `begin` to `end`, the latter not included, in prompt and trace."""
+    """Positions `begin` to `end`, the latter not included, in prompt and trace.
+
+    delay: tokens after it that see it still, where it is dropped.
+    """
 
     begin: int
     end: int
+    delay: int = 0
+
+    @property
+    def gone(self) -> int:
+        """The first position that does not see it."""
+        return self.end + self.delay
 
 
-def cut_windows(begin: int, end: int, size: int, stride: int) -> list[Window]:
-    """Windows of `size` every `stride` tokens from `begin`; the last ones are cut at `end`."""
-    return [Window(at, min(at + size, end)) for at in range(begin, end, stride)]
+def cut_windows(begin: int, end: int, size: int, stride: int, delay: int = 0) -> list[Window]:
+    """Windows of `size` every `stride` tokens from `begin`, the last ones cut short.
+
+    They are gone by `end`.
+    """
+    end -= delay
+    return [Window(at, min(at + size, end), delay) for at in range(begin, end, stride)]
 
 
 class SharedPrefix:
@@ -136,7 +150,7 @@ class Reader:
         """
         drops = filler is None
         # With the last token before a drop, which tells the one after: `Answerer` wants it.
-        start = min(window.end - 1 if drops else window.begin for window in windows)
+        start = min(window.gone - 1 if drops else window.begin for window in windows)
         n_rows, n_tokens = len(windows), len(self.tokens)
         ids = self.tokens[start:].expand(n_rows, -1).clone()  # [W, T]
         key = torch.arange(n_tokens, device=ids.device)
@@ -144,7 +158,7 @@ class Reader:
         seen = (key <= query[:, None]).expand(n_rows, -1, -1).clone()  # [W, T, N]
         for row, window in enumerate(windows):
             if drops:
-                seen[row, window.end - start :, window.begin : window.end] = False
+                seen[row, window.gone - start :, window.begin : window.end] = False
             else:
                 inside = slice(window.begin - start, window.end - start)
                 ids[row, inside] = filler[: window.end - window.begin]
@@ -161,12 +175,13 @@ class Reader:
     def loss_increases(self, windows: list[Window], suffix: Suffix) -> list[float]:
         """Nats by which what follows each window became less likely, summed over its tokens.
 
-        The window's last token tells the next one still, so counting starts with the one after.
+        The last token that sees the window tells the next one, so counting starts with the one
+        after.
         """
         increases = []
         for window, x in zip(windows, suffix.x, strict=True):
-            changed = self.loss_after(x[window.end - suffix.start :], window.end)
-            increases.append((changed - self.loss[window.end :]).double().sum().item())
+            changed = self.loss_after(x[window.gone - suffix.start :], window.gone)
+            increases.append((changed - self.loss[window.gone :]).double().sum().item())
         return increases
 
 
@@ -310,8 +325,9 @@ def label_trace(model: Transformer, trace: Trace, filler_name: str, args) -> dic
     before_answer = model.tokenizer.decode(trace.tokens)
     before_answer = before_answer[: answer_start(before_answer)]
     answer_at = begin + len(model.tokenizer.ids(before_answer, add_special_tokens=False))
-    windows = cut_windows(begin, min(answer_at, end), args.window, args.stride)
     filler = filler_tokens(filler_name, model, args.window, args.seed)
+    delay = args.delay if filler is None else 0
+    windows = cut_windows(begin, min(answer_at, end), args.window, args.stride, delay)
     record = {"trace": trace.id, "filler": filler_name, "n_prompt": begin}
     reader = Reader(model, trace.prompt + trace.tokens)
     if "loss" in args.outcomes:
@@ -342,6 +358,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--fillers", default="drop", help=f"of {', '.join(FILLERS)}, with commas (default: drop)")
     add("--window", type=int, default=32, help="tokens taken away at a time (default: 32)")
     add("--stride", type=int, default=16, help="tokens from window to window (default: 16)")
+    add("--delay", type=int, default=0, help="tokens that still see a dropped window (default: 0)")
     add("--tokens", type=int, default=1500, help="of each trace at most (default: 1500)")
     add("--limit", type=int, help="traces to take (default: all)")
     add("--answer-tokens", type=int, default=512, help="of an answer at most (default: 512)")
@@ -360,10 +377,11 @@ def parse_names(text: str, known: tuple[str, ...], option: str) -> list[str]:
 
 def settings_of(args: argparse.Namespace, model: Transformer) -> dict:
     digest = hashlib.sha256(args.traces.read_bytes()).hexdigest()
-    names = ("outcomes", "window", "stride", "tokens", "limit", "answer_tokens", "batch_size")
+    names = ("outcomes", "window", "stride", "delay", "tokens", "limit", "answer_tokens")
     return describe(args, model) | {
         "texts": f"{args.traces.name}, sha256 {digest}",
         **{name: getattr(args, name) for name in names},
+        "batch_size": args.batch_size,
     }
 
 
@@ -376,6 +394,8 @@ def main() -> None:
         fillers = parse_names(args.fillers, FILLERS, "filler")
         numbers = ("window", "stride", "tokens", "limit", "answer_tokens", "batch_size")
         check_numbers(args, *numbers)
+        if args.delay < 0:
+            raise ValueError(f"delay must be 0 or more, got {args.delay}")
         records = read_records(args.traces, dict.fromkeys(("id", "prompt", "trace"), str))
         model = load_model(args)
         for filler in fillers:

@@ -33,6 +33,7 @@ def peer(folder):
 
 TEXT = torch.randint(256, (70,), generator=torch.Generator().manual_seed(0)).tolist()
 WINDOWS = cut_windows(10, 66, 12, 6)
+LATE = cut_windows(10, 66, 12, 6, delay=7)
 
 
 def dense_losses(peer, ids, window=None):
@@ -41,7 +42,7 @@ def dense_losses(peer, ids, window=None):
     at = torch.arange(n)
     seen = at <= at[:, None]
     if window is not None:
-        seen[window.end :, window.begin : window.end] = False
+        seen[window.end + window.delay :, window.begin : window.end] = False
     mask = torch.zeros(1, 1, n, n, dtype=torch.float64).masked_fill(~seen, -torch.inf)
     with torch.no_grad():
         logits = peer(torch.tensor([ids]), attention_mask=mask, position_ids=at[None]).logits[0]
@@ -50,6 +51,7 @@ def dense_losses(peer, ids, window=None):
 
 def test_windows_by_hand():
     assert cut_windows(3, 10, 4, 2) == [Window(3, 7), Window(5, 9), Window(7, 10), Window(9, 10)]
+    assert cut_windows(3, 10, 4, 2, 3) == [Window(3, 7, 3), Window(5, 7, 3)]
 
 
 def test_the_text_is_read_once_and_rightly(model, peer, monkeypatch):
@@ -60,12 +62,17 @@ def test_the_text_is_read_once_and_rightly(model, peer, monkeypatch):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 100])
-def test_drop_is_a_mask_over_the_window(model, peer, batch_size):
-    """Every window, by brute force; RoPE's cosines are float32 here, whatever the model's type."""
-    found = labels.label_losses(Reader(model, TEXT), WINDOWS, None, batch_size)
+@pytest.mark.parametrize("windows", [WINDOWS, LATE])
+def test_drop_is_a_mask_over_the_window(model, peer, batch_size, windows):
+    """Every window, by brute force; RoPE's cosines are float32 here, whatever the model's type.
+
+    With a delay the tokens just after it see it, and what they tell counts for nothing.
+    """
+    found = labels.label_losses(Reader(model, TEXT), windows, None, batch_size)
     base = dense_losses(peer, TEXT)
     wanted = [
-        (dense_losses(peer, TEXT, window) - base)[window.end :].sum().item() for window in WINDOWS
+        (dense_losses(peer, TEXT, window) - base)[window.end + window.delay :].sum().item()
+        for window in windows
     ]
     assert found == pytest.approx(wanted, abs=2e-3) and max(map(abs, wanted)) > 0.5
 
@@ -238,6 +245,7 @@ def test_flips_through_the_command(monkeypatch, capsys, folder, tmp_path):
         (["--outcomes", "loss,fun"], "unknown outcome 'fun'; known: loss, flip"),
         (["--window", "0"], "window must be at least 1, got 0"),
         (["--stride", "0"], "stride must be at least 1, got 0"),
+        (["--delay", "-1"], "delay must be 0 or more, got -1"),
         (["--fillers", "pad"], "the model has no pad token; choose another filler"),
     ],
 )
