@@ -28,8 +28,11 @@ does. All layers and heads share one map of slots, [B, 1, 1, S], unless `slot_ma
 its own, [B, L, 1, S], or each head, [B, L, H_kv, S]; below, a map is [B, l, h, S].
 """
 
+import json
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +40,82 @@ from torch.nn.functional import normalize
 
 NO_POSITION = -1  # in `SlotCache.position`: the slot is empty
 FAR = torch.iinfo(torch.int64).max  # later than any position
+
+
+@dataclass(frozen=True)
+class FitWeights:
+    """What each feature of a token counts in the score of `epikv-fit`: a weight for each block.
+
+    change: of the rolling z-score of g_l (see `Tokens`).
+    key_norm, key_variance, value_norm, value_variance: of the natural logarithms of L2 norm and
+        sample variance over channels, meaned over heads.
+    key_similarity: of the cosine to the mean of the normalised keys so far, as in KeyDiff.
+    log_age: one weight, of log(1 + age) when a token may go, age in tokens since it came.
+    """
+
+    change: tuple[float, ...]
+    key_norm: tuple[float, ...]
+    key_variance: tuple[float, ...]
+    value_norm: tuple[float, ...]
+    value_variance: tuple[float, ...]
+    key_similarity: tuple[float, ...]
+    log_age: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `scripts/calibrate.py` found in a model of `n_layers` blocks.
+
+    window: tokens in the rolling statistics.
+    band_a, band_b, weight_a, weight_b: blocks that count for and against a token, and how much.
+    fit: the weights of `epikv-fit`.
+
+    Raises ValueError where they do not go together.
+    """
+
+    n_layers: int
+    window: int
+    band_a: tuple[int, ...]
+    band_b: tuple[int, ...]
+    weight_a: float
+    weight_b: float
+    fit: FitWeights
+
+    def __post_init__(self):
+        *by_block, log_age = astuple(self.fit)
+        for weights in by_block:
+            if len(weights) != self.n_layers:
+                raise ValueError(f"{len(weights)} weights for {self.n_layers} blocks")
+        weights = (self.weight_a, self.weight_b, log_age, *sum(by_block, ()))
+        if not all(map(math.isfinite, weights)):
+            raise ValueError("a weight is not finite")
+        if not (self.band_a and self.band_b):
+            raise ValueError("a band names no block")
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Calibration":
+        """From a JSON file. Raises OSError, and ValueError for one that is no calibration."""
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            fit = {
+                name: tuple(map(float, weights)) if isinstance(weights, list) else float(weights)
+                for name, weights in found["fit"].items()
+            }
+            return cls(
+                int(found["n_layers"]),
+                int(found["window"]),
+                tuple(map(int, found["band_a"])),
+                tuple(map(int, found["band_b"])),
+                float(found["weight_a"]),
+                float(found["weight_b"]),
+                FitWeights(**fit),
+            )
+        except (  # what is not there, what is no number, one beyond a float, deep nesting
+            *(AttributeError, LookupError, TypeError),
+            *(ValueError, OverflowError, RecursionError),
+        ) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"{path} is no calibration ({reason}); see calibrate.py") from None
 
 
 @dataclass(frozen=True)
@@ -49,9 +128,12 @@ class EvictionConfig:
         unless the model was trained with other attention sinks.
     recent: the last tokens of a row, never evicted. None means min(128, budget // 4), or more where
         the policy's blocks need it. Raising it moves any policy towards `streaming`.
-    window: tokens in the rolling statistics of a score (the paper's 64).
+    window: tokens in the rolling statistics of a score. None means the calibration's, else the
+        paper's 64.
     band_a, band_b: 0-based blocks whose residual change counts for and against a token. None means
         the policy's own, scaled from 32 blocks to the model's depth.
+    calibration: the model's own bands, their weights and the window, where the policy has bands and
+        the fields here are None, and the weights of `epikv-fit`.
     seed: of the policy `random`.
     lag: tokens in a block of the block-wise policies (LagKV's lag). None means
         min(128, budget // 8).
@@ -73,9 +155,10 @@ class EvictionConfig:
     policy: str = "epikv"
     sinks: int = 4
     recent: int | None = None
-    window: int = 64
+    window: int | None = None
     band_a: tuple[int, ...] | None = None
     band_b: tuple[int, ...] | None = None
+    calibration: Calibration | None = None
     seed: int = 0
     lag: int | None = None
     lag_reference: str = "next"
@@ -108,11 +191,14 @@ class EvictionConfig:
             )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be from 0 to 2^32 - 1, got {self.seed}")
+        if self.window is None:
+            calibrated = policy.is_calibrated and self.calibration is not None
+            object.__setattr__(self, "window", self.calibration.window if calibrated else 64)
         if not 2 <= self.window <= 4096:
             raise ValueError(f"window must be from 2 to 4096, got {self.window}")
         for band in (self.band_a, self.band_b):
             if band is not None and not policy.bands:
-                raise ValueError(f"policy {self.policy!r} reads no blocks; drop band_a and band_b")
+                raise ValueError(f"policy {self.policy!r} has no bands; drop band_a and band_b")
             if band is not None and len(band) == 0:
                 raise ValueError("a band names no block; leave it out for the policy's own")
         self.check_value_reserve()
@@ -168,9 +254,22 @@ class EvictionConfig:
             raise ValueError(f"unknown value_statistic {self.value_statistic!r}; known: {known}")
 
     def bands(self, n_layers: int) -> tuple[tuple[int, ...], ...]:
-        """The blocks of each band in a model of `n_layers` blocks: the named or the scaled ones."""
-        default = POLICIES[self.policy].bands
-        given = (self.band_a, self.band_b, *[None] * len(default))[: len(default)]
+        """The blocks of each band in a model of `n_layers` blocks.
+
+        The named ones, else the calibrated ones, else the policy's own, scaled.
+        """
+        policy, calibration = POLICIES[self.policy], self.calibration
+        given = [self.band_a, self.band_b]
+        if calibration is not None and policy.is_calibrated:
+            if calibration.n_layers != n_layers:
+                blocks = calibration.n_layers
+                raise ValueError(f"calibrated was a model of {blocks} blocks; this has {n_layers}")
+            if not policy.bands:
+                return tuple((block,) for block in range(n_layers))
+            calibrated = (calibration.band_a, calibration.band_b)
+            given = [band or own for band, own in zip(given, calibrated, strict=True)]
+        default = policy.bands
+        given = (*given, *[None] * len(default))[: len(default)]
         bands = []
         for paper, named in zip(default, given, strict=True):
             scaled = (scale_block(layer, n_layers) for layer in paper)
@@ -301,14 +400,15 @@ class Policy(nn.Module):
     A subclass writes `score`, and says what it needs: `bands`, the blocks whose residuals it reads,
     counted for a model of 32 blocks (without them `change` has no channel); `reads_kv` for keys and
     values; the `slot_maps` it has scores for. A policy that judges whole blocks of tokens has a lag
-    (`has_lag`) and writes `revise`, which sees the last `blocks` of them. State lives in buffers
-    whose first axis is the row, and is changed in place.
+    (`has_lag`) and writes `revise`, which sees the last `blocks` of them. With `is_calibrated` the
+    bands of `config.calibration` take the place of its own; without bands, all blocks of the fit.
+    State lives in buffers whose first axis is the row, and is changed in place.
     """
 
     bands: tuple[Sequence[int], ...] = ()
     reads_kv = False
     slot_maps: tuple[str, ...] = ("shared",)
-    has_lag = has_reference = has_quotas = False
+    has_lag = has_reference = has_quotas = is_calibrated = False
     blocks = revised_block = 0
 
     def __init__(self, config: EvictionConfig, shape: CacheShape):
@@ -320,6 +420,10 @@ class Policy(nn.Module):
         [B, T], or [B, L, H_kv, T] by layer and head, of which the slot map takes means.
         """
         raise NotImplementedError
+
+    def at_age(self, score: Tensor, age: Tensor) -> Tensor:
+        """What scores count `age` tokens later, when one of them is to go. Both [B, l, h, N]."""
+        return score
 
     def revise(self, last: LastBlocks) -> Tensor:
         """New scores for the tokens of block `revised_block` among the last `blocks`.
@@ -369,31 +473,37 @@ class EpiKV(Policy):
     """The paper's EpiKV-Flat: z_a(t) - z_b(t), z the rolling z-score of g (arXiv:2606.26472)."""
 
     bands = ((10,), (21,))
-    weight_a = 1.0
+    weights = (1.0, 1.0)
+    is_calibrated = True
 
     def __init__(self, config: EvictionConfig, shape: CacheShape):
         super().__init__(config, shape)
         self.window = RollingWindow(config.window, 2, shape)
+        if config.calibration is not None:
+            self.weights = (config.calibration.weight_a, config.calibration.weight_b)
 
     def score(self, tokens: Tokens) -> Tensor:
         # The first token has no change, so p values are there at position p.
-        z = rolling_zscore(*self.window(tokens.change, tokens.position))
-        return self.weight_a * z[..., 0] - z[..., 1]
+        return self.difference(rolling_zscore(*self.window(tokens.change, tokens.position)))
+
+    def difference(self, x: Tensor) -> Tensor:
+        """[B, T] of the two bands' x [B, T, 2]."""
+        weight_a, weight_b = self.weights
+        return weight_a * x[..., 0] - weight_b * x[..., 1]
 
 
 class EpiKVBand(EpiKV):
     """The paper's band-adaptive variant: z-scores of two band means, the first weighing 1.29."""
 
     bands = (range(7, 14), range(18, 26))
-    weight_a = 1.29
+    weights = (1.29, 1.0)
 
 
 class EpiKVRaw(EpiKV):
     """Without detrending, the ablation: rolling mean of g_a minus that of g_b."""
 
     def score(self, tokens: Tokens) -> Tensor:
-        mean = rolling_mean(*self.window(tokens.change, tokens.position))
-        return mean[..., 0] - mean[..., 1]
+        return self.difference(rolling_mean(*self.window(tokens.change, tokens.position)))
 
 
 class EpiKVSmooth(EpiKV):
@@ -510,6 +620,50 @@ class KeyDiff(Policy):
         return -(key * normalize(total, dim=-1)).sum(-1)
 
 
+class EpiKVFit(Policy):
+    """A calibrated linear score: change after every block, keys, values, and age (`FitWeights`)."""
+
+    is_calibrated = reads_kv = True
+
+    @classmethod
+    def check(cls, config: EvictionConfig) -> None:
+        if config.calibration is None:
+            raise ValueError("policy 'epikv-fit' needs a calibration; see scripts/calibrate.py")
+
+    def __init__(self, config: EvictionConfig, shape: CacheShape):
+        super().__init__(config, shape)
+        *weights, self.log_age = astuple(config.calibration.fit)
+        weight = torch.tensor(weights, dtype=shape.score_dtype).flatten()
+        # No buffer: those are state, and reset to zero.
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.window = RollingWindow(config.window, shape.n_layers, shape)
+        self.key_diff = KeyDiff(config, shape)
+
+    def score(self, tokens: Tokens) -> Tensor:
+        # A matrix product would round a row by how many others there are.
+        return (self.features(tokens) * self.weight).sum(-1)
+
+    def features(self, tokens: Tokens) -> Tensor:
+        """[B, T, 6 L], in the order of `FitWeights`."""
+        z = rolling_zscore(*self.window(tokens.change, tokens.position))  # [B, T, L]
+        k, v, cosine = tokens.k, tokens.v, -self.key_diff.score(tokens)  # [B, L, H_kv, T]
+        by_head = (log_norm(k), log_variance(k), log_norm(v), log_variance(v), cosine)
+        return torch.cat([z, *(x.mean(2).transpose(1, 2) for x in by_head)], dim=-1)
+
+    def at_age(self, score: Tensor, age: Tensor) -> Tensor:
+        return score + self.log_age * torch.log1p(age.to(score.dtype))
+
+
+def log_norm(x: Tensor) -> Tensor:
+    """Natural logarithm of the L2 norm over channels, from -14 (1e-6) up. [..., D] -> [...]"""
+    return torch.linalg.vector_norm(upcast(x), dim=-1).clamp(min=1e-6).log()
+
+
+def log_variance(x: Tensor) -> Tensor:
+    """Natural logarithm of the sample variance over channels, from -28 up. [..., D] -> [...]"""
+    return upcast(x).var(-1).clamp(min=1e-12).log()
+
+
 class LagKV(Policy):
     """Standard deviation over channels of key and value, normalised by a neighbouring block.
 
@@ -552,6 +706,7 @@ POLICIES: dict[str, type[Policy]] = {
     "epikv-raw": EpiKVRaw,
     "epikv-band": EpiKVBand,
     "epikv-seg": EpiKVSeg,
+    "epikv-fit": EpiKVFit,
     "lag-kv": LagKV,
     "key-diff": KeyDiff,
     "k-norm": KeyNorm,
@@ -843,6 +998,10 @@ class SlotCache(nn.Module):
         reserve = newest_first.gather(-1, largest[..., : self.config.value_reserve])
         return may_go.scatter(-1, reserve, False)
 
+    def aged(self, position: Tensor, score: Tensor, newest: Tensor) -> Tensor:
+        """Scores [B, l, h, N] as they count when the newest token stands at `newest` [B]."""
+        return self.policy.at_age(score, over_map(newest[:, None]) - position)
+
     def victim(self) -> Tensor:
         """The slot [B, l, h] for the token to come: the first empty one, else the lowest score's.
 
@@ -850,7 +1009,8 @@ class SlotCache(nn.Module):
         """
         evictable = self.evictable(self.position, self.value_size, self.length)
         empty = self.position == NO_POSITION
-        score = torch.where(evictable, self.score, torch.inf)
+        score = self.aged(self.position, self.score, self.length)
+        score = torch.where(evictable, score, torch.inf)
         score = torch.where(empty, -torch.inf, score)
         lowest = score <= score.amin(dim=-1, keepdim=True)
         n_slots = self.config.budget
@@ -864,6 +1024,7 @@ class SlotCache(nn.Module):
         What may not go always fits: see EvictionConfig and `protect_prompt`.
         """
         evictable = self.evictable(position, value_size, self.length - 1)
+        score = self.aged(position, score, self.length - 1)
         kept = best_first(position, score, evictable)[..., : self.config.budget]
         kept_position = position.gather(-1, kept)
         by_age = torch.where(kept_position == NO_POSITION, FAR, kept_position).argsort(dim=-1)

@@ -23,7 +23,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from epikv import POLICIES, VALUE_STATISTICS, EvictionConfig, SlotCache, hash_uniform
+from epikv import (
+    POLICIES,
+    VALUE_STATISTICS,
+    Calibration,
+    EvictionConfig,
+    SlotCache,
+    hash_uniform,
+)
 from model import Block, Transformer, one_line
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -680,6 +687,13 @@ def parse_blocks(text: str) -> tuple[int, ...]:
     return blocks
 
 
+def parse_calibration(path: str) -> Calibration:
+    try:
+        return Calibration.read(path)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(one_line(error)) from None
+
+
 def parse_quotas(text: str) -> tuple[int, ...]:
     """Quotas from "64,32,8"."""
     try:
@@ -717,7 +731,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--policy", default="epikv", help=f"what to forget: {', '.join(POLICIES)} (default: epikv)")
     add("--sinks", type=int, default=4, help="first tokens, always kept (default: 4)")
     add("--recent", type=int, help="last tokens, always kept (default: budget / 4, at most 128)")
-    add("--window", type=int, default=64, help="tokens in a score's statistics (default: 64)")
+    add("--window", type=int, help="tokens in a score's statistics (default: 64)")
+    add("--calibration", type=parse_calibration, help="a file of scripts/calibrate.py")
     add("--band-a", type=parse_blocks, help="blocks whose change speaks for a token: 10, 7-13, 7,9")
     add("--band-b", type=parse_blocks, help="blocks whose change speaks against it")
     add(

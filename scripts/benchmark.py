@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from baselines import BASELINES, mean_occupancy  # noqa: E402
-from epikv import POLICIES, EvictionConfig  # noqa: E402
+from epikv import POLICIES, Calibration, EvictionConfig, FitWeights  # noqa: E402
 from generate import (  # noqa: E402
     Engine,
     Sampling,
@@ -161,10 +161,16 @@ def compare_peers(model: Transformer, checkpoint: Path, budget: int) -> dict:
     }
 
 
-def policy_settings(names: str) -> dict[str, dict]:
+def any_calibration(n_layers: int) -> Calibration:
+    """One of a model of `n_layers` blocks: the time of a step does not depend on the weights."""
+    fit = FitWeights(*[(0.5,) * n_layers] * 6, log_age=0.5)
+    return Calibration(n_layers, 64, (0,), (n_layers - 1,), 1.0, 1.0, fit)
+
+
+def policy_settings(names: str, n_layers: int = 1) -> dict[str, dict]:
     """Settings of EvictionConfig by name: of "all" policies and variants, or of those listed.
 
-    Raises ValueError for a name that is none.
+    n_layers: blocks of the model. Raises ValueError for a name that is none.
     """
     known = {}
     for name, policy in POLICIES.items():
@@ -172,6 +178,7 @@ def policy_settings(names: str) -> dict[str, dict]:
             known[name] = dict(policy=name)
             for slot_map in policy.slot_maps[1:]:
                 known[f"{name} ({slot_map} map)"] = dict(policy=name, slot_map=slot_map)
+    known["epikv-fit"]["calibration"] = any_calibration(n_layers)
     known["lag-kv (previous)"] = dict(policy="lag-kv", lag_reference="previous")
     known["epikv (value reserve 16)"] = dict(policy="epikv", value_reserve=16)
     if names == "all":
@@ -297,15 +304,17 @@ def main() -> None:
     add("--output", type=Path, default=Path("benchmark.json"), help="default: benchmark.json")
     args = parser.parse_args()
     POLICIES.update(BASELINES)
+    policies = args.policies or "epikv"
     try:
-        settings = policy_settings(args.policies or "epikv")
-        for options in settings.values():
+        for options in policy_settings(policies).values():
             EvictionConfig(args.budget, **options)
     except ValueError as error:
         parser.error(str(error))
     parts = {
         "peers": lambda: compare_peers(model, args.checkpoint, args.budget),
-        "policies": lambda: compare_policies(model, args.budget, settings),
+        "policies": lambda: compare_policies(
+            model, args.budget, policy_settings(policies, model.config.n_layers)
+        ),
         "length": lambda: compare_lengths(model, args.budget),
         "compile": lambda: measure_compilation(args.checkpoint, args.budget),
     }

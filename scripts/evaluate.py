@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from answers import is_right, last_boxed  # noqa: E402
 from baselines import BASELINES  # noqa: E402
-from epikv import POLICIES  # noqa: E402
+from epikv import POLICIES, Calibration  # noqa: E402
 from generate import (  # noqa: E402
     ArgumentParser,
     Engine,
@@ -182,6 +182,7 @@ class Runner:
     batch_size: int
     max_new_tokens: int
     compile_mode: str
+    calibration: Calibration | None
     times: Path  # JSON lines, apart from the records: no two runs take the same time
     setting: Setting | None = None
     engine: Engine | None = None
@@ -189,7 +190,7 @@ class Runner:
     def engine_of(self, setting: Setting) -> Engine:
         if self.engine is None or self.setting != setting:
             self.engine = None  # its cache goes before the next one comes
-            config = setting.config(self.longest, self.sampling.seed)
+            config = setting.config(self.longest, self.sampling.seed, self.calibration)
             shape = (self.sampling, self.batch_size, self.compile_mode)
             self.engine, self.setting = Engine(self.model, config, *shape), setting
         return self.engine
@@ -525,6 +526,7 @@ def settings_of(args: argparse.Namespace, runner: Runner, rows: list[Row], diges
         "first_prompt": runner.model.tokenizer.decode(rows[0].prompt),
         "max_new_tokens": runner.max_new_tokens,
         "batch_size": args.batch_size,
+        "calibration": args.calibration and asdict(args.calibration),
     }
 
 
@@ -549,14 +551,14 @@ def make_runner(
     temperature = 0.0 if args.greedy else args.temperature
     sampling = Sampling.for_model(model, args.seed, temperature=temperature)
     longest = max(map(len, prompts)) + max_new_tokens
-    shape = (args.batch_size, max_new_tokens, args.compile_mode)
+    shape = (args.batch_size, max_new_tokens, args.compile_mode, args.calibration)
     return Runner(model, longest, sampling, *shape, times)
 
 
 def evaluate(args: argparse.Namespace, rank: int, n_processes: int) -> None:
     """The whole run of the process `rank`; the first one reports."""
     check(args)
-    settings = parse_settings(args.policies, args.budgets, args.recent)
+    settings = parse_settings(args)
     problems = load_problems(args.dataset)
     digest = hashlib.sha256(json.dumps(problems).encode()).hexdigest()
     model = load_model(args)

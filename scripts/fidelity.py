@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from baselines import BASELINES  # noqa: E402
-from epikv import POLICIES, EvictionConfig  # noqa: E402
+from epikv import POLICIES, Calibration, EvictionConfig  # noqa: E402
 from generate import ArgumentParser, generate  # noqa: E402
 from model import Transformer  # noqa: E402
 from plots import line_plot, need_matplotlib  # noqa: E402
@@ -112,6 +112,7 @@ def replay(
     compile_mode: str = "blocks",
     positions: str = "true",
     seed: int = 0,
+    calibration: Calibration | None = None,
 ) -> dict[Setting, Tensor]:
     """The `MEASURES` [4, B, N] of every setting at the N tokens of B traces of equal length.
 
@@ -126,7 +127,7 @@ def replay(
     def start(config: EvictionConfig, **options) -> Replay:
         return Replay(model, config, prompts, n_tokens, compile_mode, **options)
 
-    configs = {setting: setting.config(longest, seed) for setting in settings}
+    configs = {setting: setting.config(longest, seed, calibration) for setting in settings}
     kinds = {setting: Kind.of(config) for setting, config in configs.items()}
     full = {
         kind: start(kind.full_cache.config(longest), chunked=kind.chunked)
@@ -294,7 +295,8 @@ def run(
     """Replay what the folder has no records of yet, as much of it as is this process's share."""
     rank, world = process_rank()
     # Those that share a full cache stand together.
-    mine = sorted(settings, key=lambda s: Kind.of(s.config(args.tokens)))[rank::world]
+    kinds = {s: Kind.of(s.config(args.tokens, calibration=args.calibration)) for s in settings}
+    mine = sorted(settings, key=kinds.__getitem__)[rank::world]
     todo = missing(traces, mine, folder.path)
     work = []
     for first in range(0, len(traces), args.batch_size):
@@ -304,7 +306,9 @@ def run(
     total = sum(len(batch) * len(group) for batch, group in work)
     start, finished = time.perf_counter(), 0
     for batch, group in work:
-        found = replay(model, batch, group, args.compile_mode, args.positions, args.seed)
+        found = replay(
+            model, batch, group, args.compile_mode, args.positions, args.seed, args.calibration
+        )
         for setting in group:
             for record in summarise(found[setting], batch, setting.budget):
                 if (setting, record["trace"]) in todo:
@@ -319,6 +323,7 @@ def settings_of(args: argparse.Namespace, model: Transformer, source: Path) -> d
     return describe(args, model) | {
         "texts": f"{source.name}, sha256 {digest}",
         **{name: getattr(args, name) for name in ("tokens", "limit", "batch_size", "positions")},
+        "calibration": args.calibration and asdict(args.calibration),
     }
 
 
@@ -351,7 +356,7 @@ def main() -> None:
     with told_in_one_line(parser):
         rank, _ = process_rank()
         need_matplotlib()
-        settings = parse_settings(args.policies, args.budgets, args.recent)
+        settings = parse_settings(args)
         check_numbers(args, "tokens", "batch_size", "limit")
         source = args.traces or args.problems
         fields = ("id", "prompt", "trace") if args.traces else ("id", "problem")

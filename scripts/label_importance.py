@@ -4,11 +4,13 @@
     python scripts/label_importance.py --traces FILE.jsonl --outcomes loss --fillers drop
 
 Windows of a trace (32 tokens, every 16) are taken away one at a time, after Kolawole and Smith
-(arXiv:2606.26472, section 4), and two outcomes are looked at:
+(arXiv:2606.26472, section 4), and outcomes are looked at:
 
 - `loss`: by how many nats the rest of the trace becomes less likely, summed over its tokens;
 - `flip`: whether the answer that the model gives after its thoughts, regenerated greedily, is
-  another than without the occlusion.
+  another than without the occlusion;
+- `attention`: nothing is taken away; the mean attention weight, over layers and heads, that a token
+  gets from those more than --delay tokens after it. One pass, and no window.
 
 Filler `drop` takes the keys and values of the window out of the cache once it and --delay more
 tokens have been read, which is what eviction does, with a recency window of --delay tokens; `pad`,
@@ -25,6 +27,7 @@ import argparse
 import hashlib
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from answers import is_right, last_boxed  # noqa: E402
+from baselines import causal_weights  # noqa: E402
 from epikv import NO_POSITION, EvictionConfig, SlotCache  # noqa: E402
 from fidelity import tokenize_trace  # noqa: E402
 from generate import ArgumentParser, Engine, Sampling, full_budget  # noqa: E402
@@ -49,7 +53,7 @@ from records import (  # noqa: E402
 from replay import Trace, add_model, check_numbers, describe, load_model  # noqa: E402
 
 FILLERS = ("drop", "pad", "eos", "random")
-OUTCOMES = ("loss", "flip")
+OUTCOMES = ("loss", "flip", "attention")
 CHUNK = 256  # tokens whose logits stand in memory at once
 
 
@@ -80,13 +84,16 @@ def cut_windows(begin: int, end: int, size: int, stride: int, delay: int = 0) ->
 
 
 class SharedPrefix:
-    """Stands where a cache does: `n_tokens` of one row's keys and values, seen by many rows."""
+    """Stands where a cache does: `n_tokens` of one row's keys and values, seen by many rows.
 
-    reads = ()
+    reads: blocks whose residuals are wanted.
+    """
+
     rotary_limit = None
 
-    def __init__(self, cache: SlotCache, n_tokens: int, n_rows: int):
+    def __init__(self, cache: SlotCache, n_tokens: int, n_rows: int, reads: Sequence[int] = ()):
         self.layers = [SharedLayer(layer, n_tokens, n_rows) for layer in cache.layers]
+        self.reads = reads
 
     def per_layer(self, mask: Tensor) -> list[Tensor]:
         return [mask[:, 0]] * len(self.layers)
@@ -98,6 +105,63 @@ class SharedLayer:
     def __init__(self, layer, n_tokens: int, n_rows: int):
         self.k = layer.k[:, :, :n_tokens].expand(n_rows, -1, -1, -1)
         self.v = layer.v[:, :, :n_tokens].expand(n_rows, -1, -1, -1)
+
+
+class Watched:
+    """Adds up the attention that tokens get from those more than `delay` after them.
+
+    received: [N] float32, sums over queries of means over the heads of all layers.
+    """
+
+    reads_attention = True
+
+    def __init__(self, layer: SharedLayer, received: Tensor, delay: int):
+        self.k, self.v = layer.k, layer.v
+        self.received, self.delay = received, delay
+
+    def observe_prompt(self, q: Tensor, k: Tensor) -> None:
+        n_tokens = k.shape[2]
+        first = n_tokens - q.shape[2]
+        key = torch.arange(n_tokens, device=k.device)
+        far = key[first:, None] - key > self.delay  # [T, N]
+        weights = causal_weights(q, k, first)[0].mean((0, 1))  # [T, N]
+        self.received[:n_tokens] += (weights * far).sum(0)
+
+
+def received_attention(model: Transformer, tokens: list[int], delay: int) -> list[float | None]:
+    """For each token the mean weight it gets from those more than `delay` after it, if any."""
+    n_tokens = len(tokens)
+    received = torch.zeros(n_tokens, device=model.device)
+    cache = model.new_cache(EvictionConfig(full_budget(n_tokens), "full"))
+
+    def watch(start: int) -> SharedPrefix:
+        prefix = SharedPrefix(cache, start, 1)
+        prefix.layers = [Watched(layer, received, delay) for layer in prefix.layers]
+        return prefix
+
+    for _ in read_chunks(model, cache, tokens, watch):
+        pass
+    n_queries = n_tokens - 1 - delay - torch.arange(n_tokens)
+    means = received.cpu() / len(model.blocks) / n_queries.clamp(min=1)
+    return [mean if n > 0 else None for mean, n in zip(means.tolist(), n_queries, strict=True)]
+
+
+@torch.no_grad()
+def read_chunks(
+    model: Transformer, cache: SlotCache, tokens: list[int], view: Callable[[int], SharedPrefix]
+) -> Iterator[tuple[int, Tensor, list[Tensor], list[Tensor], list[Tensor]]]:
+    """Read a text into an empty full cache, CHUNK tokens at a time.
+
+    view: what a chunk from a position on sees of the cache. Yields that position and what the model
+    returns.
+    """
+    start = 0
+    for chunk in torch.tensor(tokens, device=model.device).split(CHUNK):
+        position = torch.arange(start, start + len(chunk), device=model.device)[None]
+        x, residuals, k, v = model(chunk[None], position, view(start), n_cached=start)
+        cache.admit(k, v, [])
+        yield start, x, residuals, k, v
+        start += len(chunk)
 
 
 @dataclass
@@ -124,14 +188,11 @@ class Reader:
         self.model = model
         self.tokens = torch.tensor(tokens, device=model.device)
         self.cache = model.new_cache(EvictionConfig(full_budget(len(tokens)), "full"))
-        losses, start = [], 0
-        for chunk in self.tokens.split(CHUNK):
-            position = torch.arange(start, start + len(chunk), device=model.device)[None]
-            x, _, k, v = model(chunk[None], position, self.cache, n_cached=start)
-            self.cache.admit(k, v, [])
-            losses.append(self.loss_after(x[0], start))
-            start += len(chunk)
-        self.loss = torch.cat(losses)
+        chunks = read_chunks(model, self.cache, tokens, lambda start: self.prefix(start, 1))
+        self.loss = torch.cat([self.loss_after(x[0], start) for start, x, *_ in chunks])
+
+    def prefix(self, n_tokens: int, n_rows: int) -> SharedPrefix:
+        return SharedPrefix(self.cache, n_tokens, n_rows)
 
     def loss_after(self, x: Tensor, start: int) -> Tensor:
         """Nats of the tokens that follow the residuals x [T, hidden] from position `start` on."""
@@ -165,7 +226,7 @@ class Reader:
         x, _, k, v = self.model(
             ids,
             query.expand(n_rows, -1),
-            SharedPrefix(self.cache, start, n_rows),
+            self.prefix(start, n_rows),
             mask=seen[:, None, None],
             n_cached=start,
         )
@@ -329,12 +390,16 @@ def label_trace(model: Transformer, trace: Trace, filler_name: str, args) -> dic
     delay = args.delay if filler is None else 0
     windows = cut_windows(begin, min(answer_at, end), args.window, args.stride, delay)
     record = {"trace": trace.id, "filler": filler_name, "n_prompt": begin}
-    reader = Reader(model, trace.prompt + trace.tokens)
+    tokens = trace.prompt + trace.tokens
     if "loss" in args.outcomes:
-        losses = label_losses(reader, windows, filler, args.batch_size)
+        losses = label_losses(Reader(model, tokens), windows, filler, args.batch_size)
         covering = over_tokens(windows, losses, begin, end)
         record["loss"] = [round(sum(c) / len(c), 5) if c else None for c in covering]
+    if "attention" in args.outcomes:
+        received = received_attention(model, tokens, args.delay)[begin:]
+        record["attention"] = [None if mean is None else float(f"{mean:.4g}") for mean in received]
     if "flip" in args.outcomes and answer_at < end:
+        reader = Reader(model, tokens)
         answerer = Answerer(
             reader, answer_at, args.batch_size, args.answer_tokens, args.compile_mode
         )
@@ -354,11 +419,11 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--traces", type=Path, required=True, help="JSON lines: id, prompt, trace")
     add_model(parser)
-    add("--outcomes", default="loss", help="loss, flip or both with a comma (default: loss)")
+    add("--outcomes", default="loss", help=f"of {', '.join(OUTCOMES)}, with commas (default: loss)")
     add("--fillers", default="drop", help=f"of {', '.join(FILLERS)}, with commas (default: drop)")
     add("--window", type=int, default=32, help="tokens taken away at a time (default: 32)")
     add("--stride", type=int, default=16, help="tokens from window to window (default: 16)")
-    add("--delay", type=int, default=0, help="tokens that still see a dropped window (default: 0)")
+    add("--delay", type=int, default=0, help="tokens that see what is then dropped (default: 0)")
     add("--tokens", type=int, default=1500, help="of each trace at most (default: 1500)")
     add("--limit", type=int, help="traces to take (default: all)")
     add("--answer-tokens", type=int, default=512, help="of an answer at most (default: 512)")

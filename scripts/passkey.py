@@ -256,7 +256,7 @@ def run(
             len(question.tokens) for trial in batch for question in trial.questions
         )
         n_tokens += ANSWER_TOKENS
-        config = setting.config(len(introduction) + n_tokens, args.seed)
+        config = setting.config(len(introduction) + n_tokens, args.seed, args.calibration)
         replay = Replay(model, config, [introduction] * len(batch), n_tokens, args.compile_mode)
         answers = recall(replay, batch, model.tokenizer.decode)
         for trial, texts in zip(batch, answers, strict=True):
@@ -296,7 +296,8 @@ def main() -> None:
     with told_in_one_line(parser):
         rank, _ = process_rank()
         need_matplotlib()
-        settings = parse_settings(f"full,{args.policies}", args.budgets, args.recent)
+        args.policies = f"full,{args.policies}"
+        settings = parse_settings(args)
         check_numbers(args, "trials", "batch_size")
         distances = parse_numbers(args.distances, "distances")
         if len(distances) > len(FACTS) or min(distances) < 1 or len({*distances}) < len(distances):
@@ -312,7 +313,11 @@ def main() -> None:
         # Room for the first fact, which comes up to a sentence early.
         n_tokens = max(distances) + 3 * max(len(encode(f"{fact} 0000.")) for fact in FACTS)
         trials = [make_trial(i, encode, n_tokens, distances, args.seed) for i in range(args.trials)]
-        described = describe(args, model) | {"distances": distances, "batch_size": args.batch_size}
+        described = describe(args, model) | {
+            "distances": distances,
+            "batch_size": args.batch_size,
+            "calibration": args.calibration and asdict(args.calibration),
+        }
         with RunFolder(args.output, described, rank) as folder:
             run(args, model, trials, settings, folder)
         if rank == 0:

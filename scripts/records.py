@@ -79,7 +79,11 @@ class RunFolder:
             fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"{path}: another run writes there; wait for it or stop it") from None
-        self.check(settings)
+        try:
+            self.check(settings)
+        except ValueError:
+            self.stream.close()
+            raise
         drop_torn_line(self.file)
 
     def __enter__(self) -> "RunFolder":

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from epikv import NO_POSITION, POLICIES, EvictionConfig, SlotCache  # noqa: E402
-from generate import DTYPES, Engine, Sampling, full_budget  # noqa: E402
+from epikv import NO_POSITION, POLICIES, Calibration, EvictionConfig, SlotCache  # noqa: E402
+from generate import DTYPES, Engine, Sampling, full_budget, parse_calibration  # noqa: E402
 from model import Transformer  # noqa: E402
 
 CHUNK = 32
@@ -50,9 +50,11 @@ class Setting:
     @property
     def slot_map(self) -> str:
         """Who shares a slot map: everything, a layer's heads, or nobody."""
-        return self.config(10**9).slot_map
+        return POLICIES[self.policy].slot_maps[0]
 
-    def config(self, n_tokens: int, seed: int = 0) -> EvictionConfig:
+    def config(
+        self, n_tokens: int, seed: int = 0, calibration: Calibration | None = None
+    ) -> EvictionConfig:
         """For rows of up to `n_tokens`.
 
         A budget that holds all of them becomes that of the full cache. Both then run the same
@@ -61,7 +63,9 @@ class Setting:
         budget = self.budget
         if budget is None or budget >= n_tokens:
             budget = full_budget(n_tokens)
-        return EvictionConfig(budget, self.policy, recent=self.recent, seed=seed)
+        return EvictionConfig(
+            budget, self.policy, recent=self.recent, seed=seed, calibration=calibration
+        )
 
 
 class Forced(nn.Module):
@@ -231,17 +235,17 @@ def by_setting(records: Iterable[dict]) -> dict[Setting, list[dict]]:
     return dict(sorted(groups.items(), key=lambda item: (item[0].budget or 0, item[0].line)))
 
 
-def parse_settings(policies: str, budgets: str, recents: str | None) -> list[Setting]:
+def parse_settings(args: argparse.Namespace) -> list[Setting]:
     """Every policy at every budget and recency window. Raises ValueError for one that cannot be."""
-    windows = [None] if recents is None else parse_numbers(recents, "recent")
+    windows = [None] if args.recent is None else parse_numbers(args.recent, "recent")
     settings = [
         Setting("full") if policy == "full" else Setting(policy, budget, recent)
-        for budget in parse_numbers(budgets, "budgets")
-        for policy in map(str.strip, policies.split(","))
+        for budget in parse_numbers(args.budgets, "budgets")
+        for policy in map(str.strip, args.policies.split(","))
         for recent in windows
     ]
     for setting in settings:
-        setting.config(10**9)
+        setting.config(10**9, args.seed, args.calibration)
     return list(dict.fromkeys(settings))
 
 
@@ -277,6 +281,7 @@ def add_settings(parser: argparse.ArgumentParser, policies: str, budgets: str) -
     add("--policies", default=policies, help=f"names with commas (default: {policies})")
     add("--budgets", default=budgets, help=f"slots, with commas (default: {budgets})")
     add("--recent", help="last tokens always kept, with commas (default: the policy's)")
+    add("--calibration", type=parse_calibration, help="of the model, a file of calibrate.py")
 
 
 def check_numbers(args: argparse.Namespace, *names: str) -> None:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -275,6 +275,50 @@ def test_a_bad_prompt_file_is_told_before_a_model_is_loaded(cli, unloadable, tmp
     is_refused(cli("--prompt-file", tmp_path / "prompt.txt"), *words)
 
 
+def test_a_calibration_is_needed(cli, unloadable):
+    words = "policy 'epikv-fit' needs a calibration; see scripts/calibrate.py"
+    is_refused(cli(*PROMPT, "--policy", "epikv-fit"), words)
+
+
+CALIBRATIONS = {
+    "missing": (lambda path: None, ["No such file"]),
+    "a folder": (lambda path: path.mkdir(), ["directory"]),
+    "not UTF-8": (lambda path: path.write_bytes(b"ab\xffc"), ["UnicodeDecodeError"]),
+    "a list": (lambda path: path.write_text("[1]", "utf-8"), ["is no calibration"]),
+    "nested": (lambda path: path.write_text("[" * 100_000, "utf-8"), ["is no calibration"]),
+    "without a field": (lambda path: tiny.edit_json(path, drop=["band_a"]), ["'band_a'"]),
+    "other blocks": (lambda path: tiny.edit_json(path, n_layers=4), ["3 weights for 4 blocks"]),
+    "NaN": (lambda path: tiny.edit_json(path, weight_b=float("nan")), ["a weight is not finite"]),
+    "infinite": (lambda path: tiny.edit_json(path, window=float("inf")), ["OverflowError"]),
+    "no band": (lambda path: tiny.edit_json(path, band_b=[]), ["a band names no block"]),
+}
+
+
+@pytest.mark.parametrize("policy", ["epikv-fit", "epikv", "streaming"])
+@pytest.mark.parametrize("fault", CALIBRATIONS)
+def test_a_bad_calibration_is_told_before_a_model_is_loaded(
+    cli, unloadable, tmp_path, fault, policy
+):
+    """With the name of the file, whether or not the policy would use it."""
+    spoil, words = CALIBRATIONS[fault]
+    path = tmp_path / "calibration.json"
+    if fault not in ("missing", "a folder"):
+        tiny.write_calibration(path, tiny.calibration(3))
+    spoil(path)
+    outcome = cli(*PROMPT, "--policy", policy, "--calibration", path)
+    is_refused(outcome, "--calibration", str(path), *words)
+
+
+def test_a_calibration_of_another_model_is_refused(cli, tmp_path):
+    """And taken by a policy that has no use for one."""
+    path = tiny.write_calibration(tmp_path / "calibration.json", tiny.calibration(4))
+    for policy in ("epikv", "epikv-fit"):
+        outcome = cli(*PROMPT, "--policy", policy, "--calibration", path)
+        is_refused(outcome, "calibrated was a model of 4 blocks; this has 3")
+    options = ("--policy", "streaming", "--max-new-tokens", 3)
+    assert cli(*PROMPT, *options, "--calibration", path)[:2] == cli(*PROMPT, *options)[:2]
+
+
 MISFITS = {  # what only the model can tell
     "past the context": (["--max-new-tokens", 252], ["5 tokens", "251", "context of 256", "252"]),
     "band out of range": (["--band-a", 3], ["block 3", "0 to 2"]),
@@ -493,10 +537,14 @@ def test_every_option_of_some_policies_reaches_the_run(cli, started, options):
 @pytest.mark.parametrize(
     "policy", [name for name, policy in POLICIES.items() if policy.cache_type() is SlotCache]
 )
-def test_every_policy_runs(cli, started, policy):
-    """By its name alone, past its budget, and says the text that the library makes of it."""
+def test_every_policy_runs(cli, started, tmp_path, policy):
+    """By its name alone, or with what it needs, past its budget, and says the text that the library
+    makes of it."""
     size = () if policy == "full" else ("--budget", 24)
     options = ("--max-new-tokens", 60, "--ignore-eos")
+    for calibration in tiny.needed(policy, 3).values():
+        path = tiny.write_calibration(tmp_path / "calibration.json", calibration)
+        options += ("--calibration", path)
     code, out, err = cli(*PROMPT, "--policy", policy, *size, *options)
     (generation,) = started
     assert type(generation.engine.cache.policy) is POLICIES[policy]
@@ -504,6 +552,31 @@ def test_every_policy_runs(cli, started, policy):
     assert (code, out) == (0, output.text + "\n")
     assert len(output.tokens) == 60
     assert f"tokens   {64 if policy == 'full' else 24} kept" in err
+
+
+@pytest.mark.parametrize(
+    "policy, options, window",
+    [
+        ("epikv", {}, 11),
+        ("epikv-fit", {}, 11),
+        ("epikv", dict(band_a=(2,)), 11),
+        ("epikv-band", dict(window=9), 9),
+        ("streaming", {}, 64),
+    ],
+)
+def test_a_calibration_reaches_the_run(cli, started, tmp_path, policy, options, window):
+    """Every number of it, and the window is its own unless another is named."""
+    calibration = tiny.calibration(3, seed=5)
+    path = tiny.write_calibration(tmp_path / "calibration.json", calibration)
+    arguments = ["--policy", policy, "--calibration", path, "--budget", 40, "--max-new-tokens", 3]
+    for name, value in options.items():
+        value = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        arguments += [f"--{name.replace('_', '-')}", value]
+    assert cli(*PROMPT, *arguments)[0] == 0
+    config = started[0].engine.cache.config
+    assert config == EvictionConfig(40, policy, calibration=calibration, **options)
+    assert config.calibration == calibration != replace(calibration, weight_a=1.0)
+    assert config.window == window
 
 
 @pytest.mark.parametrize("text, quotas", [("64,32,8", (64, 32, 8)), ("5,0,0", (5, 0, 0))])
@@ -525,7 +598,8 @@ def test_the_defaults_are_those_of_the_library():
         name: parameters[name].default for name in shared
     }
     config = EvictionConfig(generate_module.DEFAULT_BUDGET)
-    left = {"budget": 4096, "recent": 128, "slot_map": "shared"}  # the config's to fill in
+    # The config's to fill in:
+    left = {"budget": 4096, "recent": 128, "window": 64, "slot_map": "shared"}
     for field in fields(EvictionConfig):
         if field.name not in left:
             assert given[field.name] == getattr(config, field.name), field.name
@@ -649,9 +723,9 @@ def test_the_marks_of_several_samples(cli, started):
 
 
 OPTIONS = """--checkpoint --prompt --prompt-file --chat --system --raw --budget --policy --sinks
-    --recent --window --band-a --band-b --lag --lag-reference --quotas --value-reserve
-    --value-statistic --slot-map --max-new-tokens --temperature --top-k --top-p --min-p
-    --seed --num-samples --ignore-eos --device --dtype --compile-mode --no-compile --stats
+    --recent --window --calibration --band-a --band-b --lag --lag-reference --quotas
+    --value-reserve --value-statistic --slot-map --max-new-tokens --temperature --top-k --top-p
+    --min-p --seed --num-samples --ignore-eos --device --dtype --compile-mode --no-compile --stats
     --show-kept""".split()
 
 

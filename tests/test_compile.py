@@ -1,6 +1,7 @@
 """The decode step as compilers and CUDA graphs see it: no host sync, no copy, no recompilation."""
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -15,7 +16,9 @@ from generate import DecodeState, Engine, Generation, Sampling, compiled_step, d
 from model import ModelConfig, Transformer
 
 ATTENTION_FREE = [name for name, policy in POLICIES.items() if policy.cache_type() is SlotCache]
-SETTINGS = {name: dict(policy=name) for name in ATTENTION_FREE if name != "full"}
+SETTINGS = {
+    name: dict(policy=name) | tiny.needed(name, 4) for name in ATTENTION_FREE if name != "full"
+}
 SETTINGS |= {
     "lag-kv previous": dict(policy="lag-kv", lag_reference="previous"),
     "lag-kv by head": dict(policy="lag-kv", slot_map="head"),
@@ -23,6 +26,7 @@ SETTINGS |= {
     "k-norm by head": dict(policy="k-norm", slot_map="head"),
     "epikv reserve": dict(policy="epikv", value_reserve=9),
     "lag-kv reserve": dict(policy="lag-kv", value_reserve=9),
+    "epikv calibrated": dict(policy="epikv", calibration=tiny.calibration(4)),
 }
 BLOCKWISE = [name for name, setting in SETTINGS.items() if POLICIES[setting["policy"]].blocks]
 
@@ -108,8 +112,12 @@ def test_compiled_policies_equal_eager(name):
 
 @pytest.mark.parametrize(
     "eviction",
-    [{}, dict(policy="lag-kv", lag=4, slot_map="head", value_reserve=20)],
-    ids=["epikv", "lag-kv by head with reserve"],
+    [
+        {},
+        dict(policy="lag-kv", lag=4, slot_map="head", value_reserve=20),
+        dict(policy="epikv-fit", calibration=tiny.calibration(2)),
+    ],
+    ids=["epikv", "lag-kv by head with reserve", "epikv-fit"],
 )
 def test_nothing_recompiles(eviction):
     """From the second token to the 10,000th, for five prompt lengths, two runs and two engines."""

@@ -7,22 +7,32 @@ import math
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 import twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import epikv
-from epikv import CacheShape, EvictionConfig, SlotCache, Tokens, hash_uniform
+from epikv import (
+    CacheShape,
+    Calibration,
+    EvictionConfig,
+    FitWeights,
+    SlotCache,
+    Tokens,
+    hash_uniform,
+)
 
 SOURCE = Path(epikv.__file__)
 EVICTING = [name for name in epikv.POLICIES if name != "full"]
 SCORING = [name for name, policy in epikv.POLICIES.items() if policy.bands]
-READING = ["epikv-seg", "lag-kv", "key-diff", "k-norm", "key-var", "value-var"]  # keys or values
+# Those that read keys or values.
+READING = ["epikv-seg", "epikv-fit", "lag-kv", "key-diff", "k-norm", "key-var", "value-var"]
 ROUNDING = dict(rtol=1e-9, atol=1e-9)  # float64, sums in another order
 
 
@@ -30,10 +40,19 @@ ROUNDING = dict(rtol=1e-9, atol=1e-9)  # float64, sums in another order
 
 
 def settings_for(policy, **options):
-    """A configuration for a model of 4 blocks, in which bands are blocks 0, 1 and blocks 2, 3."""
-    if policy in SCORING:
+    """A configuration for a model of 4 blocks, in which bands are blocks 0, 1 and blocks 2, 3.
+
+    A calibration among the options has its own bands.
+    """
+    if policy in SCORING and "calibration" not in options:
         options = dict(band_a=(0, 1), band_b=(2, 3)) | options
-    return EvictionConfig(policy=policy, **options)
+    return EvictionConfig(policy=policy, **tiny.needed(policy, 4) | options)
+
+
+def only(n_layers, **weights):
+    """A calibration for a model of `n_layers` blocks, in which no feature but these counts."""
+    zeros = {field.name: (0.0,) * n_layers for field in fields(FitWeights)} | dict(log_age=0.0)
+    return replace(tiny.calibration(n_layers), fit=FitWeights(**zeros | weights))
 
 
 def make_cache(config, batch_size=1, dtype=torch.float64, **sizes):
@@ -164,7 +183,7 @@ def scores_of_maps(cache, row=0):
 # Against the twin ------------------------------------------------------------------------------
 
 # name: policy and options; every policy as it is, then those that can be had in other ways.
-VARIANTS = {policy: (policy, {}) for policy in epikv.POLICIES} | {
+VARIANTS = {policy: (policy, tiny.needed(policy, 4)) for policy in epikv.POLICIES} | {
     "lag-kv previous": ("lag-kv", dict(lag_reference="previous")),
     "lag-kv per head": ("lag-kv", dict(slot_map="head")),
     "lag-kv per head previous": ("lag-kv", dict(slot_map="head", lag_reference="previous")),
@@ -179,7 +198,12 @@ VARIANTS = {policy: (policy, {}) for policy in epikv.POLICIES} | {
     "epikv-seg, reserve": ("epikv-seg", dict(value_reserve=5, value_statistic="norm")),
     "lag-kv, reserve": ("lag-kv", dict(value_reserve=5, value_statistic="var")),
     "k-norm per head, reserve": ("k-norm", dict(slot_map="head", value_reserve=5)),
+    "epikv-fit, reserve": ("epikv-fit", dict(value_reserve=5, calibration=tiny.calibration(4, 1))),
 }
+CALIBRATED = {
+    f"{policy}, calibrated": (policy, dict(calibration=tiny.calibration(4))) for policy in SCORING
+}
+VARIANTS |= CALIBRATED
 EVICTING_VARIANTS = [name for name in VARIANTS if name != "full"]
 
 
@@ -218,7 +242,9 @@ def test_victims_are_the_twins(variant, prompts):
     reads_contents = policy in READING or "value_reserve" in options
     sizes = dict(n_layers=2, n_kv_heads=2)
     if policy in SCORING:
-        sizes = dict(n_layers=4) if reads_contents else dict(n_layers=32, n_kv_heads=1, head_dim=1)
+        sizes = dict(n_layers=32, n_kv_heads=1, head_dim=1)
+    if policy in SCORING and reads_contents or "calibration" in options:
+        sizes = dict(n_layers=4)
     cache = make_cache(config, len(prompts), **sizes)
     text = random_text(cache, max(prompts) + n_steps, seed=1)
     twins, streams = [], []
@@ -312,14 +338,16 @@ def test_the_end_of_a_block_is_the_same_at_any_other_time(variant):
     assert ended == 8
 
 
-@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("variant", [*EVICTING, *CALIBRATED])
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_victims_are_the_twins_for_any_settings(policy, data):
+def test_victims_are_the_twins_for_any_settings(variant, data):
     """Small budgets, windows, blocks and chunks, where the protections meet each other."""
+    policy, fixed = VARIANTS[variant]
     options, n_prompt, chunk, seed = data.draw(cases(policy))
+    options |= fixed
     cache = make_cache(settings_for(policy, seed=seed, **options))
-    bands = ([0, 1], [2, 3]) if policy in SCORING else ()
+    bands = ([0, 1], [2, 3]) if policy in SCORING and not fixed else ()
     reference = twin.TwinRow(
         policy, seed=seed, bands=bands, n_prompt=n_prompt, n_layers=4, n_heads=2, **options
     )
@@ -378,6 +406,16 @@ BAND = [
     [1, 4, 3, 0, 2, 2, 2],
     [3, 4, 1, 2, 2, 2, 2],
 ]
+
+# Calibrations with a window of 2. The bands are block 1 for and block 0 against, which weighs
+# nothing: the scores of CHANGES are z_b.
+AGAINST = replace(
+    tiny.calibration(4), window=2, band_a=(1,), band_b=(0,), weight_a=1.0, weight_b=0.0
+)
+# Block 0 for a token and three times block 1 against it.
+#   token          0   1   2   3   4   5   6
+#   of RAW         0   1  -1  -5  -2   0   1
+THREEFOLD = replace(AGAINST, band_a=(0,), band_b=(1,), weight_b=3.0)
 
 # name: policy, options, changes (or only a number of tokens), prompt length, victims of the tokens
 # that find the cache full.
@@ -451,6 +489,56 @@ BY_HAND = {
     #   6   1: 0, 2: .29, 4: 2.29, 5: -2.29   5
     #   7   1: 0, 2: .29, 4: 2.29, 6: 0     1
     "band": ("epikv-band", dict(budget=4, sinks=0, recent=1, window=2), BAND, 0, [3, 0, 5, 1]),
+    #   4   1: 0, 2: 0, 3: 1      1, the older of equals
+    #   5   2: 0, 3: 1, 4: -1     4
+    #   6   2: 0, 3: 1, 5: 0      2, the older of equals
+    #   7   3: 1, 5: 0, 6: 1      5
+    "calibrated": (
+        "epikv",
+        dict(budget=4, sinks=1, recent=1, calibration=AGAINST),
+        CHANGES,
+        0,
+        [1, 4, 2, 5],
+    ),
+    # The weights stay, so the scores are z_a:
+    #   4   1: 0, 2: 1, 3: -1     3
+    #   5   1: 0, 2: 1, 4: 1      1
+    #   6   2: 1, 4: 1, 5: -1     5
+    #   7   2: 1, 4: 1, 6: 0      6
+    "calibrated, but other bands": (
+        "epikv",
+        dict(budget=4, sinks=1, recent=1, calibration=AGAINST, band_a=(0,), band_b=(1,)),
+        CHANGES,
+        0,
+        [3, 1, 5, 6],
+    ),
+    #   4   0: 0, 1: 1, 2: -1, 3: -5   3
+    #   5   0: 0, 1: 1, 2: -1, 4: -2   4
+    #   6   0: 0, 1: 1, 2: -1, 5: 0    2
+    #   7   0: 0, 1: 1, 5: 0, 6: 1     0, the older of equals
+    "raw, calibrated": (
+        "epikv-raw",
+        dict(budget=4, sinks=0, recent=1, calibration=THREEFOLD),
+        RAW,
+        0,
+        [3, 4, 2, 0],
+    ),
+    # Nothing counts but age. If it speaks against a token this is `streaming`:
+    "old ones go": (
+        "epikv-fit",
+        dict(budget=5, sinks=1, recent=2, calibration=only(4, log_age=-1.0)),
+        12,
+        0,
+        [1, 2, 3, 4, 5, 6, 7],
+    ),
+    # If it speaks for a token the newest goes that is not among the last two: 3 when 5 comes in.
+    "new ones go": (
+        "epikv-fit",
+        dict(budget=5, sinks=1, recent=2, calibration=only(4, log_age=1.0)),
+        12,
+        0,
+        [3, 4, 5, 6, 7, 8, 9],
+    ),
 }
 
 
@@ -460,13 +548,15 @@ def test_victims_worked_out_by_hand(example):
     policy, options, changes, n_prompt, victims = BY_HAND[example]
     if policy in SCORING:
         half = len(changes) // 2
-        options = options | dict(band_a=tuple(range(half)), band_b=tuple(range(half, len(changes))))
+        if "calibration" not in options:
+            bands = dict(band_a=tuple(range(half)), band_b=tuple(range(half, len(changes))))
+            options = options | bands
         growth = torch.tensor(changes, dtype=torch.float64)  # [blocks, N-1]
         growth = torch.cat([torch.full((len(changes), 1), 7.0), growth], dim=1)
         residuals = growth.cumsum(dim=1).T[None, :, :, None]  # [1, N, blocks, 1]
-    else:
-        residuals = torch.zeros(1, changes, 0, 1)
     cache = make_cache(EvictionConfig(policy=policy, **options), hidden_size=1)
+    if policy not in SCORING:
+        residuals = torch.zeros(1, changes, len(cache.reads), 1)
     text = with_contents(cache, residuals)
 
     prefill(cache, text[:, :n_prompt], chunk=options["budget"])
@@ -546,6 +636,10 @@ RANGES = [[1, 1 + size] for size in (9, 5, 1, 5, 2, 2, 7, 1, 0)]
 #   2   (1, 3, 5.5)       range 4.5   variance 5.08   norm 6.3
 #   3   (-2.5, 0, 2.5)    range 5     variance 6.25   norm 3.5
 THREE_VALUES = [[0, 0, 0], [3, 3, 7], [1, 3, 5.5], [-2.5, 0, 2.5], [0, 0, 0]]
+
+# Norms of keys. Less log(1 + age) their logarithms are in the order of norm / (1 + age), of which
+# token 1 has more than token 3 from the moment on when 12 / t > 8 / (t - 2), which is t > 6.
+AGEING = [[size, 0] for size in (1, 12, 4, 8, 4, 2, 20, 2, 1)]
 
 # The same with keys and values. name: policy, options, keys, values (None: all zero), changes (None
 # where they do not count), victims.
@@ -684,6 +778,20 @@ OF_KEYS_BY_HAND = {
         None,
         [1, 2, 4, 3, 5],
     ),
+    # Norm / (1 + age):
+    #   4   1: 12/4, 2: 4/3, 3: 8/2    2
+    #   5   1: 12/5, 3: 8/3, 4: 4/2    4
+    #   6   1: 12/6, 3: 8/4, 5: 2/2    5
+    #   7   1: 12/7, 3: 8/5, 6: 20/2   3, which was worth more than 1 when 5 came in
+    #   8   1: 12/8, 6: 20/3, 7: 2/2   7
+    "ages": (
+        "epikv-fit",
+        dict(budget=4, sinks=1, recent=1, calibration=only(1, key_norm=(1.0,), log_age=-1.0)),
+        AGEING,
+        None,
+        None,
+        [2, 4, 5, 3, 7],
+    ),
 }
 OF_KEYS_BY_HAND |= {
     # The two larger ones are spared.
@@ -707,17 +815,18 @@ def test_victims_of_keys_and_values_worked_out_by_hand(example):
     k = k.view(len(keys), *([1, 1] if k.dim() == 2 else k.shape[1:3]), -1)  # [N, L, H, D]
     v = torch.zeros_like(k) if values is None else torch.tensor(values).double().view_as(k)
     n_layers = 2 if changes else k.shape[1]
-    residuals = torch.zeros(1, len(keys), 0, 1)
     if changes:
         options = options | dict(band_a=(0,), band_b=(1,))
         k, v = k.expand(-1, 2, -1, -1), v.expand(-1, 2, -1, -1)
         growth = torch.tensor([[7.0, *series] for series in changes], dtype=torch.float64)
         residuals = growth.cumsum(dim=1).T[None, :, :, None]
-    text = Text(residuals, *(x.permute(1, 2, 0, 3)[None] for x in (k, v)))
     sizes = dict(n_layers=n_layers, n_kv_heads=k.shape[2], head_dim=k.shape[3], hidden_size=1)
     config = EvictionConfig(policy=policy, **options)
 
     cache = make_cache(config, **sizes)
+    if not changes:
+        residuals = torch.zeros(1, len(keys), len(cache.reads), 1)
+    text = Text(residuals, *(x.permute(1, 2, 0, 3)[None] for x in (k, v)))
     decoded = [decode(cache, text[:, t])[0] for t in range(text.n_tokens)]
     assert [victim for victim in decoded if victim is not None] == victims
 
@@ -727,23 +836,57 @@ def test_victims_of_keys_and_values_worked_out_by_hand(example):
         assert mine.keys() == theirs.keys()
 
 
+def test_the_fit_by_hand():
+    """Each feature with a weight of its own, in a block of two heads; three tokens."""
+    weights = dict(change=2, key_norm=3, key_variance=5, value_norm=7, value_variance=11)
+    weights = {name: (float(weight),) for name, weight in weights.items()}
+    calibration = replace(only(1, **weights, key_similarity=(13.0,)), window=2)
+    config = EvictionConfig(budget=8, policy="epikv-fit", calibration=calibration)
+    cache = make_cache(config, n_layers=1, head_dim=2, hidden_size=1)
+    # [token][head]: norms 5 and 10, sample variances 1/2 and 2; 5 and 10, 49/2 and 98; and of token
+    # 2 the first once more.
+    keys = [[[3, 4], [6, 8]], [[4, -3], [8, -6]], [[3, 4], [6, 8]]]
+    # Norms 2 and 3, variances 2 and 9/2; nothing, which counts as 1e-6 and 1e-12; norms 1 and 1,
+    # variances 1/2.
+    values = [[[0, 2], [3, 0]], [[0, 0], [0, 0]], [[1, 0], [0, 1]]]
+    k, v = (torch.tensor(x).double().permute(1, 0, 2)[None, None] for x in (keys, values))
+    residuals = torch.tensor([7.0, 8.0, 11.0], dtype=torch.float64)[None, :, None, None]
+    admit(cache, Text(residuals, k, v))
+    norm, log = (math.log(5) + math.log(10)) / 2, math.log
+    # The changes are 1 and 3, a standard deviation of 1 above their mean. The keys of token 1 are
+    # at right angles to those before, so each makes 45 degrees with the sum; then the direction
+    # (3, 4) is there twice, and the cosine of it to the sum of one and two sides is 2 / sqrt(5).
+    expected = {
+        0: 3 * norm + 5 * log(0.5 * 2) / 2 + 7 * log(2 * 3) / 2 + 11 * log(2 * 4.5) / 2 + 13,
+        1: 3 * norm + 5 * log(24.5 * 98) / 2 + (7 + 22) * log(1e-6) + 13 * math.sqrt(0.5),
+        2: 2 / (1 + 1e-6) + 3 * norm + 5 * log(0.5 * 2) / 2 + 11 * log(0.5) + 26 / math.sqrt(5),
+    }
+    assert score_of(cache) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 4, 8])
 @pytest.mark.parametrize(
-    "policy, recent, kept",
+    "policy, recent, log_age, kept",
     [
         # Protected: 0 and 7. Of 1: 0, 2: 1, 3: -2, 4: 2, 5: -1, 6: -1 the best two stay.
-        ("epikv", 1, [0, 2, 4, 7]),
+        ("epikv", 1, 0, [0, 2, 4, 7]),
         # Protected: 0, 6 and 7. The best one of the others stays.
-        ("epikv", 2, [0, 4, 6, 7]),
+        ("epikv", 2, 0, [0, 4, 6, 7]),
         # Of equal scores the oldest go.
-        ("streaming", 1, [0, 5, 6, 7]),
+        ("streaming", 1, 0, [0, 5, 6, 7]),
+        # So they do where age speaks against a token; else the newest that are not recent.
+        ("epikv-fit", 1, -1.0, [0, 5, 6, 7]),
+        ("epikv-fit", 1, 1.0, [0, 1, 2, 7]),
+        ("epikv-fit", 2, 1.0, [0, 1, 6, 7]),
     ],
 )
-def test_a_long_prompt_by_hand(policy, recent, kept, chunk):
+def test_a_long_prompt_by_hand(policy, recent, log_age, kept, chunk):
     """The best of a prompt of 8 stay; here it does not matter in how many chunks it comes."""
-    bands = dict(band_a=(0,), band_b=(1,)) if policy == "epikv" else {}
-    config = EvictionConfig(budget=4, policy=policy, sinks=1, recent=recent, window=2, **bands)
-    cache = make_cache(config, hidden_size=1)
+    options = dict(band_a=(0,), band_b=(1,)) if policy == "epikv" else {}
+    if policy == "epikv-fit":
+        options = dict(calibration=only(2, log_age=log_age))
+    config = EvictionConfig(budget=4, policy=policy, sinks=1, recent=recent, window=2, **options)
+    cache = make_cache(config, n_layers=2, hidden_size=1)
     growth = torch.tensor([[7.0, *series] for series in CHANGES], dtype=torch.float64)
     residuals = growth.cumsum(dim=1).T[None, :, : len(cache.reads), None]
     prefill(cache, with_contents(cache, residuals), chunk)
@@ -967,7 +1110,7 @@ def assert_same_scores_but_for(broken, clean, spoiled):
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("policy", SCORING)
+@pytest.mark.parametrize("policy", [*SCORING, "epikv-fit"])
 def test_a_broken_residual_is_forgotten(policy, poison):
     """NaN and infinity spoil no score for longer than the windows last, and none is not finite."""
     config = settings_for(policy, budget=64, window=4)
@@ -991,6 +1134,7 @@ def test_a_broken_residual_is_forgotten(policy, poison):
         ("value-var", {}, range(10, 14)),
         ("k-norm", {}, [10]),
         ("key-diff", {}, [10]),
+        ("epikv-fit", {}, [10]),
         # The token is in block 1, by which block 0 is normalised, and block 1 itself by block 2.
         ("lag-kv", dict(lag=8), [*range(8), 10]),
         ("lag-kv", dict(lag=8, lag_reference="previous"), [10, *range(16, 24)]),
@@ -999,12 +1143,13 @@ def test_a_broken_residual_is_forgotten(policy, poison):
 def test_a_broken_key_spoils_no_more_than_it_must(policy, options, spoiled, poison):
     """One channel of one head: scores made of it are spoiled, and none is not finite.
 
-    In the mean direction of `key-diff` a broken key counts for nothing, as one of zeros does.
+    In the mean direction of `key-diff`, and so of `epikv-fit`, a broken key counts for nothing, as
+    one of zeros does.
     """
     config = settings_for(policy, budget=64, window=4, **options)
     clean, broken = make_cache(config), make_cache(config)
     text = random_text(clean, 40)
-    if policy == "key-diff":
+    if policy in ("key-diff", "epikv-fit"):
         text.k[0, 1, 0, 10] = 0
     prefill(clean, text, chunk=40)
     text.k[0, 1, 0, 10, 1] = text.v[0, 1, 0, 10, 1] = poison
@@ -1143,7 +1288,7 @@ def test_invariants(policy, data, poison, ties):
     Whatever the settings, residuals, keys and values, some of which are equal or not finite.
     """
     options, n_prompt, chunk, seed = data.draw(cases(policy))
-    sizes = data.draw(shapes(4 if policy in SCORING else None))
+    sizes = data.draw(shapes(4 if policy in SCORING or policy == "epikv-fit" else None))
     check_invariants(settings_for(policy, **options), sizes, n_prompt, chunk, seed, poison, ties)
 
 
@@ -1274,7 +1419,8 @@ def test_rows_are_independent(variant, dtype):
 
 
 @pytest.mark.parametrize(
-    "variant", ["epikv-smooth", "epikv-seg, reserve", "key-diff per head", "lag-kv per head"]
+    "variant",
+    ["epikv-smooth", "epikv-seg, reserve", "epikv-fit", "key-diff per head", "lag-kv per head"],
 )
 def test_load_row_touches_one_row(variant):
     """It takes over everything of the one-row cache, and the others keep what they had."""
@@ -1307,8 +1453,20 @@ def test_load_row_touches_one_row(variant):
         (dict(budget=64, window=1), ["window", "from 2 to 4096", "1"]),
         (dict(budget=64, policy="streaming", band_a=(3,)), ["'streaming'", "band_a"]),
         (dict(budget=64, policy="random", band_b=(3,)), ["'random'", "band_b"]),
-        (dict(budget=64, policy="full", band_a=(1,), band_b=(3,)), ["'full'", "no blocks"]),
+        (dict(budget=64, policy="full", band_a=(1,), band_b=(3,)), ["'full'", "no bands"]),
         (dict(budget=64, policy="k-norm", band_a=(1,)), ["'k-norm'", "band_a"]),
+        (
+            dict(budget=64, policy="epikv-fit", calibration=tiny.calibration(4), band_b=(1,)),
+            ["'epikv-fit'", "no bands"],
+        ),
+        (
+            dict(budget=64, policy="epikv-fit"),
+            ["policy 'epikv-fit' needs a calibration; see scripts/calibrate.py"],
+        ),
+        (
+            dict(budget=64, calibration=replace(tiny.calibration(4), window=1)),
+            ["window must be from 2 to 4096, got 1"],
+        ),
         (dict(budget=64, lag=8), ["'epikv'", "no blocks", "lag"]),
         (dict(budget=64, policy="lag-kv", lag=0), ["lag", "from 1 to 29", "0"]),
         (dict(budget=64, policy="epikv-seg", lag=-3), ["lag", "from 1 to 59", "-3"]),
@@ -1461,6 +1619,139 @@ def test_named_bands_are_not_scaled():
     """What the user names is taken as it is, the other band keeps its default."""
     assert EvictionConfig(budget=64, band_a=(3, 1)).bands(16) == ((3, 1), (10,))
     assert EvictionConfig(budget=64, band_b=(15,)).bands(16) == ((5,), (15,))
+
+
+# Calibration -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", SCORING)
+def test_a_calibration_says_what_is_not_named(policy):
+    """The window and each band; what is named stays; `epikv-fit` reads every block."""
+    calibration = replace(tiny.calibration(6), band_a=(5, 1), band_b=(3,), window=9)
+    given = dict(budget=64, policy=policy, calibration=calibration)
+    assert EvictionConfig(**given).window == 9
+    assert EvictionConfig(**given).bands(6) == ((5, 1), (3,))
+    assert EvictionConfig(**given, window=30).window == 30
+    assert EvictionConfig(**given, band_a=(2,)).bands(6) == ((2,), (3,))
+    assert EvictionConfig(**given, band_b=(2, 0)).bands(6) == ((5, 1), (2, 0))
+    fit = EvictionConfig(**given | dict(policy="epikv-fit"))
+    assert fit.window == 9 and make_cache(fit, n_layers=6).reads == tuple(range(6))
+
+
+def test_without_a_calibration_the_window_is_the_papers():
+    assert EvictionConfig(budget=64).window == 64
+
+
+@pytest.mark.parametrize("policy", [*SCORING, "epikv-fit"])
+@pytest.mark.parametrize("n_layers", [3, 5, 32])
+def test_a_calibration_of_another_model_is_refused(policy, n_layers):
+    """When the number of blocks is known; with bands that are named too, as the weights count."""
+    given = [dict(band_a=(0,), band_b=(1,))] if policy in SCORING else []
+    for bands in ({}, *given):
+        config = EvictionConfig(64, policy, calibration=tiny.calibration(4), **bands)
+        words = f"^calibrated was a model of 4 blocks; this has {n_layers}$"
+        with pytest.raises(ValueError, match=words):
+            make_cache(config, n_layers=n_layers)
+
+
+UNCALIBRATED = [name for name in EVICTING if name not in (*SCORING, "epikv-fit")]
+
+
+@pytest.mark.parametrize("policy", UNCALIBRATED)
+def test_others_do_without_a_calibration(policy):
+    """They take one, even of another model, and forget the same tokens; their window stays."""
+    plain, given = (
+        EvictionConfig(24, policy, calibration=calibration)
+        for calibration in (None, tiny.calibration(7))
+    )
+    assert given.window == 64
+    assert run(make_cache(given), seed=0) == run(make_cache(plain), seed=0)
+
+
+def test_a_band_outside_the_calibrated_model_is_refused():
+    config = EvictionConfig(64, calibration=replace(tiny.calibration(4), band_b=(2, 4)))
+    with pytest.raises(ValueError, match="^band names block 4; the model has 0 to 3$"):
+        make_cache(config)
+
+
+def test_a_calibration_is_read_as_it_was_written(tmp_path):
+    """To the last digit; what else the file tells is left alone, and whole numbers are numbers."""
+    path = tmp_path / "calibration.json"
+    for calibration in (tiny.calibration(4), tiny.calibration(32, seed=1)):
+        tiny.write_calibration(path, calibration)
+        assert Calibration.read(path) == Calibration.read(str(path)) == calibration
+    tiny.edit_json(path, verdict="no reliable signal", weight_a=1)
+    assert Calibration.read(path) == replace(calibration, weight_a=1.0)
+
+
+def spoiled(**changes):
+    """A calibration for 4 blocks in JSON, with other weights of the fit for names that it has."""
+    content = asdict(tiny.calibration(4))
+    fit = {name: changes.pop(name) for name in [*changes] if name in content["fit"]}
+    return json.dumps(content | changes | dict(fit=content["fit"] | fit)).encode()
+
+
+def without(*path):
+    """A calibration in JSON that lacks a field."""
+    content = asdict(tiny.calibration(4))
+    *outer, name = path
+    del (content["fit"] if outer else content)[name]
+    return json.dumps(content).encode()
+
+
+# name: contents of the file (None: there is none), words of the error.
+BAD_CALIBRATIONS = {
+    "no file": (None, "No such file"),
+    "empty": (b"", "JSONDecodeError"),
+    "no JSON": (b"{'n_layers': 4}", "JSONDecodeError"),
+    "not UTF-8": (spoiled().replace(b"window", b"wind\xffow"), "UnicodeDecodeError"),
+    "a list": (b"[1, 2, 3]", "TypeError"),
+    "a number": (b"4", "TypeError"),
+    "deep nesting": (b'{"fit":' + b"[" * 100_000, "RecursionError"),
+    "no fit": (without("fit"), "'fit'"),
+    "no number of blocks": (without("n_layers"), "'n_layers'"),
+    "no window": (without("window"), "'window'"),
+    "no band": (without("band_b"), "'band_b'"),
+    "no weight of a band": (without("weight_a"), "'weight_a'"),
+    "no feature": (without("fit", "value_norm"), "'value_norm'"),
+    "no age": (without("fit", "log_age"), "'log_age'"),
+    "an unknown feature": (
+        spoiled(fit=asdict(tiny.calibration(4).fit)).replace(b'"change"', b'"charge"'),
+        "'charge'",
+    ),
+    "a fit that is a list": (without("fit")[:-1] + b', "fit": [1]}', "AttributeError"),
+    "too few weights": (spoiled(key_norm=[1, 2, 3]), "3 weights for 4 blocks"),
+    "too many weights": (spoiled(change=[1] * 5), "5 weights for 4 blocks"),
+    "another number of blocks": (spoiled(n_layers=5), "4 weights for 5 blocks"),
+    "one weight for all": (spoiled(change=1.0), "TypeError"),
+    "ages by block": (spoiled(log_age=[1.0] * 4), "TypeError"),
+    "a feature that is NaN": (spoiled(value_norm=[0.1, math.nan, 0, 0]), "not finite"),
+    "an age that is infinite": (spoiled(log_age=math.inf), "not finite"),
+    "a band's weight that is infinite": (spoiled(weight_b=-math.inf), "not finite"),
+    "a weight that is no number": (spoiled(change=[1, 2, "three", 4]), "'three'"),
+    "a weight that is null": (spoiled(weight_a=None), "TypeError"),
+    "a weight too large for a float": (spoiled(weight_a=10**400), "OverflowError"),
+    "an infinite window": (spoiled(window=math.inf), "OverflowError"),
+    "a window in words": (spoiled(window="wide"), "'wide'"),
+    "a band that is a number": (spoiled(band_a=3), "TypeError"),
+    "an empty band": (spoiled(band_a=[]), "a band names no block"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_CALIBRATIONS)
+def test_a_bad_calibration_is_told_in_one_line(tmp_path, fault):
+    """With the name of the file and what is wrong with it."""
+    content, words = BAD_CALIBRATIONS[fault]
+    path = tmp_path / "calibration.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises((OSError, ValueError)) as error:
+        Calibration.read(path)
+    message = str(error.value)
+    assert str(path) in message and words in message and "\n" not in message
+    assert len(message) < 300 + len(str(path))
+    if content is not None:
+        assert type(error.value) is ValueError and message.endswith("; see calibrate.py")
 
 
 # The hash --------------------------------------------------------------------------------------

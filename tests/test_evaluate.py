@@ -422,6 +422,36 @@ def test_other_settings_are_refused(command, scripted, capsys, options, words):
     assert exit.value.code == 2 and words in capsys.readouterr().err
 
 
+def test_a_calibration_through_the_command(tmp_path, folder, command, capsys):
+    """The answers are those of the library with it, and a folder is of one calibration."""
+    path, other = (
+        tiny.write_calibration(tmp_path / f"{seed}.json", tiny.calibration(4, seed))
+        for seed in (0, 1)
+    )
+    options = ["--policies", "epikv-fit", "--budgets", "48", "--recent", "4", "--greedy"]
+    options += ["--max-new-tokens", "20", "--limit", "1", "--no-compile"]
+    command(*options, "--calibration", str(path))
+    (record,) = read_lines(tmp_path / "run/records.jsonl")
+    assert (record["policy"], record["budget"], record["recent"]) == ("epikv-fit", 48, 4)
+    assert tiny.read_json(tmp_path / "run/settings.json")["calibration"] == tiny.read_json(path)
+    model = Transformer.from_pretrained(folder, device="cpu")
+    text = f"{PROBLEMS[0]['problem']}\n\n{evaluate.INSTRUCTION}"
+    settings = dict(policy="epikv-fit", budget=48, recent=4, max_new_tokens=20)
+    settings |= dict(temperature=0.0, compile_mode="none")
+    texts = {
+        seed: generate(model, text, calibration=tiny.calibration(4, seed), **settings)
+        .outputs[0]
+        .text
+        for seed in (0, 1)
+    }
+    assert record["text"] == texts[0] != texts[1]
+    without = ["--policies", "streaming", *options[2:]]
+    for again in ([*options, "--calibration", str(other)], without):
+        with pytest.raises(SystemExit):
+            command(*again)
+        assert "holds a run with calibration {'n_layers': 4, " in capsys.readouterr().err
+
+
 def test_other_problems_are_refused(command, scripted, capsys):
     command("--policies", "streaming", *REAL)
     with pytest.raises(SystemExit):
@@ -870,6 +900,8 @@ GOOD = json.dumps(PROBLEMS[0])
         (["--budgets", "0"], "budget must be at least 1, got 0"),
         (["--recent", "-1"], "sinks and recent must be 0 or more, got 4, -1"),
         (["--recent", "2,few"], "recent must be numbers with commas, got '2,few'"),
+        (["--policies", "epikv-fit"], "policy 'epikv-fit' needs a calibration; see scripts/"),
+        (["--calibration", "/nowhere.json"], "No such file or directory: '/nowhere.json'"),
         (["--limit", "0"], "limit must be at least 1, got 0"),
         (["--samples", "0"], "samples must be at least 1, got 0"),
         (["--batch-size", "-2"], "batch-size must be at least 1, got -2"),
@@ -945,7 +977,7 @@ def test_decoding_is_recorded_as_it_is(tmp_path, folder, command, scripted):
     assert (greedy["dtype"], greedy["device"], greedy["seed"]) == ("float32", "cpu", 0)
     assert sorted(greedy) == sorted(
         "checkpoint weights dtype device compile_mode torch seed dataset sha256 limit samples"
-        " decoding first_prompt max_new_tokens batch_size".split()
+        " decoding first_prompt max_new_tokens batch_size calibration".split()
     )
     assert str(tmp_path) not in (tmp_path / "greedy/settings.json").read_text(encoding="utf-8")
     assert (greedy["limit"], drawn["limit"]) == (None, 2)

@@ -34,8 +34,8 @@ def model(folder):
 
 
 class WithoutSinks(Setting):
-    def config(self, n_tokens, seed=0):
-        return dataclasses.replace(super().config(n_tokens, seed), sinks=0)
+    def config(self, *arguments, **options):
+        return dataclasses.replace(super().config(*arguments, **options), sinks=0)
 
 
 def traces_of(*prompts, n_tokens=40, seed=0):
@@ -80,7 +80,8 @@ def test_a_budget_for_everything_has_no_gap(model, recent):
     if recent is not None:  # too short for two blocks
         names = [name for name in names if not POLICIES[name].blocks]
     settings = [Setting(name, 200, recent) for name in names]
-    for setting, values in replay(model, traces, settings, "none").items():
+    given = dict(calibration=tiny.calibration(4))
+    for setting, values in replay(model, traces, settings, "none", **given).items():
         assert values[:2].eq(0).all() and values[2:].eq(1).all(), setting
 
 
@@ -292,6 +293,8 @@ def test_the_model_writes_the_traces(monkeypatch, capsys, folder, tmp_path):
         (["--budgets", "few"], "budgets must be numbers"),
         (["--budgets", "4"], "budget 4 is smaller"),
         (["--recent", "x"], "recent must be numbers"),
+        (["--policies", "epikv-fit"], "policy 'epikv-fit' needs a calibration"),
+        (["--calibration", "/nowhere.json"], "No such file or directory: '/nowhere.json'"),
         (["--tokens", "0"], "tokens must be at least 1"),
         (["--limit", "0"], "limit must be at least 1"),
         (["--batch-size", "0"], "batch-size must be at least 1"),
@@ -332,6 +335,50 @@ def test_the_ablation_through_the_command(monkeypatch, capsys, folder, tmp_path,
     for key, record in true.items():
         assert record["before"] == stopped[key]["before"]
         assert record["to 127"]["kl"] != stopped[key]["to 127"]["kl"]
+
+
+def test_a_calibration_through_the_command(monkeypatch, capsys, folder, tmp_path, traces_file):
+    """It moves the policies that read it and no other, and belongs to the settings of a folder."""
+    first, second = (
+        tiny.write_calibration(tmp_path / f"{seed}.json", tiny.calibration(4, seed))
+        for seed in (0, 1)
+    )
+    policies = ["--policies", "streaming,epikv,epikv-fit", "--recent", 2]
+    options = [*options_of(traces_file), *policies]
+    for name, path in (("first", first), ("second", second)):
+        run_command(monkeypatch, capsys, folder, tmp_path / name, *options, "--calibration", path)
+    found, other = (
+        {
+            (record["policy"], record["budget"], record["trace"]): record["all"]
+            for record in map(json.loads, records_of(tmp_path / name))
+        }
+        for name in ("first", "second")
+    )
+    assert len(found) == len(other) == 3 * 2 * 3
+    for (policy, *_), same in ((key, found[key] == other[key]) for key in found):
+        assert same == (policy == "streaming"), policy
+    written = tiny.read_json(tmp_path / "first/settings.json")["calibration"]
+    assert written == tiny.read_json(first)
+    with pytest.raises(SystemExit):
+        run_command(
+            monkeypatch, capsys, folder, tmp_path / "first", *options, "--calibration", second
+        )
+    assert "first holds a run with calibration {'n_layers': 4, " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_command(monkeypatch, capsys, folder, tmp_path / "first", *options_of(traces_file))
+    assert "}, not None; name another output folder" in capsys.readouterr().err
+
+
+def test_a_calibration_of_another_model_is_refused(
+    monkeypatch, capsys, folder, tmp_path, traces_file
+):
+    path = tiny.write_calibration(tmp_path / "calibration.json", tiny.calibration(3))
+    options = options_of(traces_file, "--policies", "epikv", "--calibration", path)
+    with pytest.raises(SystemExit) as exit:
+        run_command(monkeypatch, capsys, folder, tmp_path / "run", *options)
+    assert exit.value.code == 2
+    message = capsys.readouterr().err
+    assert message.endswith("error: calibrated was a model of 3 blocks; this has 4\n")
 
 
 def test_other_settings_are_refused(monkeypatch, capsys, folder, tmp_path, traces_file):

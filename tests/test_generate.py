@@ -18,7 +18,12 @@ from generate import Engine, Generation, Sampling, generate, memory_bandwidth, s
 from model import Transformer
 
 DEMO = Path(generate_module.__file__).parent / "models" / "SmolLM2-135M-Instruct"
-CASES = {name: {} for name, policy in POLICIES.items() if policy.cache_type() is SlotCache}
+N_BLOCKS = 8
+CASES = {
+    name: tiny.needed(name, N_BLOCKS)
+    for name, policy in POLICIES.items()
+    if policy.cache_type() is SlotCache
+}
 CASES |= {
     "lag-kv previous": dict(policy="lag-kv", lag_reference="previous"),
     "lag-kv by head": dict(policy="lag-kv", slot_map="head"),
@@ -26,6 +31,7 @@ CASES |= {
     "k-norm by head": dict(policy="k-norm", slot_map="head"),
     "epikv reserve": dict(policy="epikv", value_reserve=5),
     "lag-kv reserve": dict(policy="lag-kv", value_reserve=5, value_statistic="norm"),
+    "epikv calibrated": dict(policy="epikv", calibration=tiny.calibration(N_BLOCKS)),
 }
 EVICTING = [name for name in CASES if name != "full"]
 SMALL = dict(budget=24, recent=4, window=8)  # a cache that fills soon
@@ -49,7 +55,7 @@ def small(name):
 def folder(tmp_path_factory):
     """A tiny Llama of 8 blocks, deep enough for the bands to differ; no test may change it."""
     folder = tmp_path_factory.mktemp("generate")
-    tiny.make_model(folder, num_hidden_layers=8, max_position_embeddings=CONTEXT)
+    tiny.make_model(folder, num_hidden_layers=N_BLOCKS, max_position_embeddings=CONTEXT)
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
     return tiny.make_tokenizer(folder, chat_template=template)
 
@@ -1002,7 +1008,11 @@ def test_settings_that_cannot_work_are_refused(idle, settings, words):
         (dict(temperature=[0.5] * 3), "got 3 temperatures for 2 rows"),
         (dict(temperature=[]), "got 0 temperatures for 2 rows"),
         (dict(band_a=(8,)), "band names block 8; the model has 0 to 7"),
-        (dict(policy="streaming", band_a=(1,)), "reads no blocks"),
+        (dict(policy="streaming", band_a=(1,)), "has no bands"),
+        (
+            dict(policy="epikv-fit", calibration=tiny.calibration(7)),
+            "calibrated was a model of 7 blocks; this has 8",
+        ),
     ],
     ids=str,
 )

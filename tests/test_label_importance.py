@@ -101,6 +101,18 @@ def test_shared_prefixes_and_batches_change_nothing(model, filler):
         assert increase == pytest.approx(alone, abs=1e-10)
 
 
+@pytest.mark.parametrize("delay", [0, 9])
+def test_attention_is_the_mean_of_what_later_tokens_give(model, peer, monkeypatch, delay):
+    """By the whole matrix of a dense model; the last tokens get nothing from beyond the delay."""
+    monkeypatch.setattr(labels, "CHUNK", 16)
+    with torch.no_grad():
+        weights = peer(torch.tensor([TEXT]), output_attentions=True).attentions
+    matrix = torch.stack(weights)[:, 0].mean((0, 1))  # [N, N]
+    wanted = [matrix[at + delay + 1 :, at].mean().item() for at in range(len(TEXT) - delay - 1)]
+    found = labels.received_attention(model, TEXT, delay)
+    assert found == pytest.approx([*wanted, *[None] * (delay + 1)], abs=1e-5)
+
+
 @pytest.mark.parametrize("drops", [True, False])
 def test_answers_are_greedy_continuations(model, peer, drops):
     """Of the dense model that cannot see the window, token by token."""
@@ -232,17 +244,23 @@ def test_flips_are_other_answers(model):
 def test_flips_through_the_command(monkeypatch, capsys, folder, tmp_path):
     """A random model boxes nothing, so there is nothing to flip, and that is what is told."""
     path = write_traces(tmp_path / "t.jsonl", 1)
-    options = ["--outcomes", "loss,flip", "--answer-tokens", 5]
+    options = ["--outcomes", "loss,flip,attention", "--answer-tokens", 5]
     run_command(monkeypatch, capsys, folder, path, tmp_path / "run", *options)
     (record,) = map(json.loads, (tmp_path / "run/records.jsonl").read_text().splitlines())
     assert record["control"] is None and "flip" not in record and record["loss"]
+    model = Transformer.from_pretrained(folder)
+    trace = model.tokenizer.ids(GOOD["trace"], add_special_tokens=False)
+    prompt = model.tokenizer.encode(GOOD["prompt"])
+    wanted = labels.received_attention(model, prompt + trace, 0)[len(prompt) :]
+    assert record["attention"][:-1] == pytest.approx(wanted[:-1], rel=1e-3)
+    assert record["attention"][-1] is wanted[-1] is None
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         (["--fillers", "zero"], "unknown filler 'zero'; known: drop, pad, eos, random"),
-        (["--outcomes", "loss,fun"], "unknown outcome 'fun'; known: loss, flip"),
+        (["--outcomes", "loss,fun"], "unknown outcome 'fun'; known: loss, flip, attention"),
         (["--window", "0"], "window must be at least 1, got 0"),
         (["--stride", "0"], "stride must be at least 1, got 0"),
         (["--delay", "-1"], "delay must be 0 or more, got -1"),

@@ -258,6 +258,8 @@ def test_distances_without_room(monkeypatch, capsys, folder, tmp_path):
     [
         (["--policies", "lru"], "unknown policy 'lru'"),
         (["--budgets", "few"], "budgets must be numbers"),
+        (["--policies", "epikv-fit"], "policy 'epikv-fit' needs a calibration"),
+        (["--calibration", "/nowhere.json"], "No such file or directory: '/nowhere.json'"),
         (["--trials", "0"], "trials must be at least 1, got 0"),
         (["--batch-size", "-1"], "batch-size must be at least 1, got -1"),
         (["--distances", "5,5"], "distances must be 1 to 8 different numbers from 1, got '5,5'"),
@@ -280,3 +282,34 @@ def test_other_settings_are_refused(monkeypatch, capsys, folder, tmp_path):
     assert exit.value.code == 2
     assert "seed 0, not 1; name another output folder" in capsys.readouterr().err
     assert json.loads((tmp_path / "settings.json").read_text(encoding="utf-8"))["seed"] == 0
+
+
+def test_a_calibration_through_the_command(monkeypatch, capsys, folder, tmp_path):
+    """It reaches every cache, and a folder is of one calibration."""
+    configs = []
+    new_replay = passkey.Replay
+
+    def watched(model, config, *rest):
+        configs.append(config)
+        return new_replay(model, config, *rest)
+
+    monkeypatch.setattr(passkey, "Replay", watched)
+    options = ["--trials", "1", "--policies", "epikv,epikv-fit", "--budgets", "64"]
+    calibrations = [tiny.calibration(3, seed) for seed in (0, 1)]
+    paths = [tmp_path / "0.json", tmp_path / "1.json"]
+    for path, calibration in zip(paths, calibrations, strict=True):
+        tiny.write_calibration(path, calibration)
+    options += ["--calibration", str(paths[0])]
+    out = run_command(monkeypatch, capsys, folder, tmp_path / "run", *options).out
+    assert "| epikv-fit, 64 |" in out and "| epikv, 64 |" in out
+    given = {config.policy: config.calibration for config in configs}
+    assert given == dict.fromkeys(["full", "epikv", "epikv-fit"], calibrations[0])
+    of_folder = tiny.read_json(tmp_path / "run/settings.json")["calibration"]
+    assert of_folder == tiny.read_json(paths[0])
+    for again, words in (
+        ([*options[:-1], str(paths[1])], "run holds a run with calibration {'n_layers': 3, "),
+        (["--trials", "1", "--policies", "random"], "}, not None; name another output folder"),
+    ):
+        with pytest.raises(SystemExit):
+            run_command(monkeypatch, capsys, folder, tmp_path / "run", *again)
+        assert words in capsys.readouterr().err

@@ -1,5 +1,8 @@
 """Feeding given texts: chunks against single steps, which are those of generation."""
 
+from argparse import Namespace
+from dataclasses import replace
+
 import pytest
 import tiny
 import torch
@@ -32,6 +35,7 @@ CHUNKED = [
     "epikv-smooth",
     "epikv-raw",
     "epikv-band",
+    "epikv-fit",
     "key-diff",
     "k-norm",
     "key-var",
@@ -49,7 +53,7 @@ def test_a_chunk_is_as_many_steps(model, policy, reserve):
     Of rows whose prompt is protected, fits, and is longer than the budget; chunks that are cut
     short among them.
     """
-    config = EvictionConfig(128, policy, seed=3, value_reserve=reserve)
+    config = EvictionConfig(128, policy, seed=3, value_reserve=reserve, **tiny.needed(policy, 4))
     prompts, tokens = prompts_of(3, 100, 170), random_tokens(3, 3 * CHUNK + 10)
     single = Replay(model, config, prompts, tokens.shape[1], "none", chunked=False)
     chunked = Replay(model, config, prompts, tokens.shape[1], "none")
@@ -61,9 +65,25 @@ def test_a_chunk_is_as_many_steps(model, policy, reserve):
     torch.testing.assert_close(chunked.cache.score, single.cache.score, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("log_age", [-3.0, 2.0])
+def test_a_chunk_is_as_many_steps_where_age_counts_much(model, log_age):
+    """A token that enters with a chunk is weighed by its age at each later step of others."""
+    calibration = tiny.calibration(4, seed=1)
+    fit = replace(calibration.fit, log_age=log_age)
+    config = EvictionConfig(128, "epikv-fit", calibration=replace(calibration, fit=fit))
+    tokens = random_tokens(2, 6 * CHUNK + 3)
+    single, chunked = (
+        Replay(model, config, prompts_of(3, 170), tokens.shape[1], "none", chunked=chunked)
+        for chunked in (False, True)
+    )
+    torch.testing.assert_close(chunked.feed(tokens), single.feed(tokens), rtol=0, atol=1e-10)
+    assert torch.equal(chunked.cache.position, single.cache.position)
+
+
 def test_every_policy_takes_chunks_or_is_known_not_to():
     for name in POLICIES:
-        assert takes_chunks(EvictionConfig(128, name)) == (name in [*CHUNKED, "full"]), name
+        config = EvictionConfig(128, name, **tiny.needed(name, 4))
+        assert takes_chunks(config) == (name in [*CHUNKED, "full"]), name
 
 
 def test_what_cannot_take_chunks():
@@ -73,10 +93,10 @@ def test_what_cannot_take_chunks():
     assert not takes_chunks(EvictionConfig(128, "k-norm", slot_map="head"))
 
 
-@pytest.mark.parametrize("policy", ["epikv", "lag-kv", "h2o"])
+@pytest.mark.parametrize("policy", ["epikv", "epikv-fit", "lag-kv", "h2o"])
 def test_single_steps_are_those_of_generation(model, policy):
     """Fed what a greedy run draws, the likeliest token is always the next one it draws."""
-    config, prompts = EvictionConfig(32, policy), prompts_of(5, 12)
+    config, prompts = EvictionConfig(32, policy, **tiny.needed(policy, 4)), prompts_of(5, 12)
     engine = Engine(model, config, Sampling(), 2, "none")
     engine.prefill(prompts)
     drawn = [engine.state.token.clone()]
@@ -106,10 +126,12 @@ def test_logits_stand_before_their_tokens(model, chunked):
         torch.testing.assert_close(logits[:, n], wanted, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("policy", ["epikv", "random", "epikv-seg", "h2o", "raas", "thinkv"])
+@pytest.mark.parametrize(
+    "policy", ["epikv", "random", "epikv-seg", "epikv-fit", "h2o", "raas", "thinkv"]
+)
 def test_going_back(model, policy):
     """After `restore` the same tokens give the same predictions, bit for bit."""
-    config, prompts = EvictionConfig(128, policy), prompts_of(3, 90)
+    config, prompts = EvictionConfig(128, policy, **tiny.needed(policy, 4)), prompts_of(3, 90)
     replay = Replay(model, config, prompts, 400, "none")
     replay.feed(random_tokens(2, 150))
     saved = replay.save()
@@ -170,9 +192,16 @@ def test_more_than_the_context(model):
         Replay(model, EvictionConfig(32, "epikv"), prompts_of(3, 25), 1000)
 
 
+def arguments(policies, budgets, recent, seed=0, calibration=None):
+    """As the command line of a script gives them."""
+    return Namespace(
+        policies=policies, budgets=budgets, recent=recent, seed=seed, calibration=calibration
+    )
+
+
 def test_settings():
     """All combinations, but `full` only once; by budget in tables."""
-    settings = parse_settings("epikv,full,k-norm", "64,32", "8,16")
+    settings = parse_settings(arguments("epikv,full,k-norm", "64,32", "8,16"))
     assert [str(setting) for setting in settings] == [
         "epikv, recent 8, 64",
         "epikv, recent 16, 64",
@@ -200,16 +229,30 @@ def test_a_budget_for_everything_is_the_full_cache_s():
     )
 
 
+def test_a_calibration_goes_with_every_setting():
+    """Of which `epikv-fit` needs one, to be told before there is a model."""
+    calibration = tiny.calibration(4)
+    config = Setting("epikv-fit", 32).config(500, calibration=calibration)
+    assert config == EvictionConfig(32, "epikv-fit", calibration=calibration)
+    assert config.window == calibration.window
+    policies = "epikv-fit,streaming,full"
+    settings = parse_settings(arguments(policies, "64", None, calibration=calibration))
+    assert [str(setting) for setting in settings] == ["epikv-fit, 64", "streaming, 64", "full"]
+    assert [setting.slot_map for setting in settings] == ["shared"] * 3  # without one
+
+
 @pytest.mark.parametrize(
-    "arguments, words",
+    "given, words",
     [
         (("lru", "64", None), "unknown policy 'lru'"),
         (("epikv", "64,many", None), "budgets must be numbers with commas, got '64,many'"),
         (("epikv", "64", "8,"), "recent must be numbers with commas, got '8,'"),
         (("epikv", "64", "64"), "budget 64 is smaller than"),
         (("epikv", "0", None), "budget"),
+        (("epikv", "64", None, -1), "seed must be from 0"),
+        (("epikv-fit", "64", None), "policy 'epikv-fit' needs a calibration"),
     ],
 )
-def test_bad_settings(arguments, words):
+def test_bad_settings(given, words):
     with pytest.raises(ValueError, match=words):
-        parse_settings(*arguments)
+        parse_settings(arguments(*given))

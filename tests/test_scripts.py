@@ -1,5 +1,6 @@
 """The demo model's conversion and download, the shell scripts, and the benchmark's sums."""
 
+import dataclasses
 import errno
 import functools
 import itertools
@@ -1058,6 +1059,30 @@ def test_all_policies_of_the_benchmark(monkeypatch):
     assert any(config.value_reserve for config in configs)
 
 
+@pytest.mark.parametrize("n_layers", [1, 4])
+def test_policies_that_need_a_calibration_are_timed_with_one(monkeypatch, n_layers):
+    """Of the model's number of blocks, none of whose weights a compiler could leave out."""
+    register(monkeypatch)
+    (options,) = benchmark.policy_settings("epikv-fit", n_layers).values()
+    config = benchmark.EvictionConfig(512, **options)
+    assert config.bands(n_layers) == tuple((block,) for block in range(n_layers))
+    *by_block, log_age = dataclasses.astuple(config.calibration.fit)
+    assert not {0.0, 1.0} & {log_age, *itertools.chain(*by_block)}
+
+
+def test_the_benchmark_knows_the_blocks_of_the_model(monkeypatch, tmp_path):
+    """Before it has loaded one it checks the settings; then the calibration is of three blocks."""
+    found = []
+
+    def compare(model, budget, settings):
+        found.append(settings["epikv-fit"]["calibration"].n_layers)
+        return {"epikv-fit": {"ms": 1.0}}
+
+    options = ("--policies", "epikv-fit,random")
+    run_benchmark(monkeypatch, tmp_path, "policies", *options, compare_policies=compare)
+    assert found == [3]
+
+
 def test_some_policies_of_the_benchmark(monkeypatch):
     """Those that are named; a name that is none is told with the known ones."""
     register(monkeypatch)
@@ -1143,18 +1168,20 @@ def test_bad_policies_are_told_before_the_model_is_loaded(monkeypatch, capsys, p
     assert exit.value.code == 2 and words in capsys.readouterr().err
 
 
-def run_benchmark(monkeypatch, tmp_path, parts):
+def run_benchmark(monkeypatch, tmp_path, parts, *options, **replaced):
     """Run main() on a tiny checkpoint, with the parts that take long replaced; returns its file."""
     checkpoint = tmp_path / "tiny-model"
     checkpoint.mkdir()
     tiny.make_checkpoint(checkpoint)
     output = tmp_path / "result.json"
     command = ["benchmark.py", "--checkpoint", checkpoint, "--parts", parts, "--output", output]
-    monkeypatch.setattr(sys, "argv", [*map(str, command), "--budget", "32"])
+    monkeypatch.setattr(sys, "argv", [*map(str, command), "--budget", "32", *options])
     register(monkeypatch)  # as main() does, but for the time of the test
     monkeypatch.setattr(benchmark, "memory_bandwidth", lambda device: 5e9)
     monkeypatch.setattr(benchmark, "compare_policies", lambda *args: {"epikv": {"ms": 1.0}})
     monkeypatch.setattr(benchmark, "compare_lengths", lambda *args: {"token 1,000": {"ms": 2.0}})
+    for name, function in replaced.items():
+        monkeypatch.setattr(benchmark, name, function)
     benchmark.main()
     return output
 

@@ -2,11 +2,14 @@
 
 import json
 import math
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from epikv import Calibration, FitWeights
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<user>", "<bot>", "<think>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
@@ -97,6 +100,34 @@ def make_tokenizer(folder: Path, tokenizer: Tokenizer | None = None, **config):
 def make_checkpoint(folder: Path, family: str = "Llama", **config) -> Path:
     """A whole tiny checkpoint: model and tokenizer."""
     return make_tokenizer(make_model(folder, family, **config))
+
+
+def calibration(n_layers: int, seed=0) -> Calibration:
+    """Of random weights, all of which count, for a model of `n_layers` blocks.
+
+    No block is in both bands, unless there is only one.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return tuple(torch.randn(n, generator=generator, dtype=torch.float64).tolist())
+
+    names = [field.name for field in fields(FitWeights) if field.name != "log_age"]
+    fit = FitWeights(**{name: draw(n_layers) for name in names}, log_age=-0.8)
+    blocks = torch.randperm(n_layers, generator=generator).tolist()
+    band_a, band_b = blocks[: max(1, n_layers // 2)], blocks[-max(1, n_layers // 3) :]
+    return Calibration(n_layers, 11, tuple(band_a), tuple(band_b), 0.7, 1.6, fit)
+
+
+def needed(policy: str, n_layers: int) -> dict:
+    """The settings that `policy` cannot go without, in a model of `n_layers` blocks."""
+    return dict(calibration=calibration(n_layers)) if policy == "epikv-fit" else {}
+
+
+def write_calibration(path: Path, content: Calibration) -> Path:
+    """As `Calibration.read` takes it."""
+    write_json(path, asdict(content))
+    return path
 
 
 def read_json(path: Path):

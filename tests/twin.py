@@ -21,6 +21,11 @@ BANDS = {
     "epikv-band": ([7, 8, 9, 10, 11, 12, 13], [18, 19, 20, 21, 22, 23, 24, 25]),
 }
 
+# What the z-scores of the two bands count; 1 and 1 where it is not said.
+WEIGHTS = {"epikv-band": (1.29, 1.0)}
+
+CALIBRATED = {*BANDS, "epikv-fit"}  # others have no use for a calibration
+
 # Blocks that must be among the recent tokens.
 BLOCKS = {"lag-kv": 2, "epikv-seg": 1}
 
@@ -42,6 +47,14 @@ def variance(values):
 
 def norm(values):
     return math.sqrt(sum(value * value for value in values))
+
+
+def log_norm(values):
+    return math.log(max(norm(values), 1e-6))
+
+
+def log_variance(values):
+    return math.log(max(variance(values), 1e-12))
 
 
 STATISTICS = {
@@ -100,11 +113,12 @@ class TwinRow:
         budget,
         sinks=4,
         recent=None,
-        window=64,
+        window=None,
         seed=0,
         n_layers=32,
         n_heads=1,
         bands=None,
+        calibration=None,
         n_prompt=0,
         lag=None,
         lag_reference="next",
@@ -119,9 +133,21 @@ class TwinRow:
         self.lag = (min(128, budget // 8) if lag is None else lag) if n_blocks else 0
         quarter = min(128, budget // 4)
         self.recent = max(quarter, n_blocks * self.lag) if recent is None else recent
-        self.window = window
         self.seed = seed
-        self.bands = bands or [scaled(band, n_layers) for band in BANDS.get(policy, ())]
+        calibration = calibration if policy in CALIBRATED else None
+        self.window = window or (calibration.window if calibration else 64)
+        self.weights = WEIGHTS.get(policy, (1.0, 1.0))
+        self.log_age = 0.0
+        self.fit = None
+        if policy == "epikv-fit":
+            self.fit = calibration.fit
+            self.log_age = self.fit.log_age
+            self.bands = [[block] for block in range(n_layers)]
+        elif calibration:
+            self.weights = (calibration.weight_a, calibration.weight_b)
+            self.bands = bands or [calibration.band_a, calibration.band_b]
+        else:
+            self.bands = bands or [scaled(band, n_layers) for band in BANDS.get(policy, ())]
         self.lag_reference = lag_reference
         self.quotas = quotas or (self.lag // 2, self.lag // 4, self.lag // 16)
         self.value_reserve = value_reserve
@@ -178,7 +204,8 @@ class TwinRow:
     def worst(self, tokens, newest):
         """The lowest score of the tokens that may go, the oldest of equal ones.
 
-        Before all others those beyond their block's quota, the oldest block's first.
+        Before all others those beyond their block's quota, the oldest block's first. Where age
+        counts it is that at this moment, when the newest token stands at `newest`.
         """
         candidates = [
             token
@@ -190,7 +217,11 @@ class TwinRow:
         if self.value_reserve:
             candidates.sort(key=lambda token: (token["size"], token["position"]))
             candidates = candidates[: -self.value_reserve]
-        return min(candidates, key=lambda t: (t["beyond"], t["score"], t["position"]))
+
+        def aged(token):
+            return token["score"] + self.log_age * math.log(1 + newest - token["position"])
+
+        return min(candidates, key=lambda t: (t["beyond"], aged(t), t["position"]))
 
     def enter(self, position, residuals, keys, values):
         """Score a token, put it into every map, and end its block if it is the last one there."""
@@ -227,6 +258,8 @@ class TwinRow:
                 return each_head(lambda key: -norm(key), keys)
             case "key-diff":
                 return self.score_direction(keys)
+            case "epikv-fit":
+                return self.score_fit(position, residuals, keys, values)
             case "key-var" | "value-var":
                 vectors = keys if self.policy == "key-var" else values
                 self.variances.append(over_heads(each_head(variance, vectors)))
@@ -248,19 +281,46 @@ class TwinRow:
 
         return each_head(minus_cosine, unit, total)
 
-    def score_change(self, position, residuals):
+    def score_fit(self, position, residuals, keys, values):
+        """The sum over the features of a token, and over blocks, of weight times number."""
+        self.see_change(position, residuals)
+        minus_cosine = self.score_direction(keys)
+        total = 0.0
+        for block in range(len(keys)):
+            changes = self.changes[block][-self.window :]
+            features = {
+                "change": zscore(changes) if position > 0 else 0.0,
+                "key_norm": mean([log_norm(key) for key in keys[block]]),
+                "key_variance": mean([log_variance(key) for key in keys[block]]),
+                "value_norm": mean([log_norm(value) for value in values[block]]),
+                "value_variance": mean([log_variance(value) for value in values[block]]),
+                "key_similarity": -mean(minus_cosine[block]),
+            }
+            for name, number in features.items():
+                total += getattr(self.fit, name)[block] * number
+        return total
+
+    def see_change(self, position, residuals):
+        """Add the token's change after the blocks of each band to those before; the first has none.
+
+        That of a band is the mean over its blocks.
+        """
         before, self.residuals = self.residuals, residuals
         if position == 0:
-            return 0.0  # no token before it, no change
+            return
         for band, changes in zip(self.bands, self.changes, strict=True):
             changes.append(mean([math.dist(residuals[block], before[block]) for block in band]))
+
+    def score_change(self, position, residuals):
+        self.see_change(position, residuals)
+        if position == 0:
+            return 0.0  # no token before it, no change
         a, b = (changes[-self.window :] for changes in self.changes)
+        weight_a, weight_b = self.weights
         if self.policy == "epikv-raw":
-            return mean(a) - mean(b)
-        if self.policy == "epikv-band":
-            return 1.29 * zscore(a) - zscore(b)
-        flat = zscore(a) - zscore(b)
-        if self.policy in ("epikv", "epikv-seg"):
+            return weight_a * mean(a) - weight_b * mean(b)
+        flat = weight_a * zscore(a) - weight_b * zscore(b)
+        if self.policy in ("epikv", "epikv-band", "epikv-seg"):
             return flat
         self.flat.append(flat)
         return mean(self.flat[-self.window :])
