@@ -9,18 +9,21 @@ Windows of a trace (32 tokens, every 16) are taken away one at a time, after Kol
 - `loss`: by how many nats the rest of the trace becomes less likely, summed over its tokens;
 - `flip`: whether the answer that the model gives after its thoughts, regenerated greedily, is
   another than without the occlusion;
-- `attention`: nothing is taken away; the mean attention weight, over layers and heads, that a token
-  gets from those more than --delay tokens after it. One pass, and no window.
+- `attention`: no window is taken away; the attention weight, mean over layers and heads, that a
+  token gets from those after it;
+- `effect`: likewise, how much the loss would change, by its gradient, if one of those did not see
+  the token; squared. It takes a backward pass, and memory for layers x heads x tokens x tokens.
 
-Filler `drop` takes the keys and values of the window out of the cache once it and --delay more
-tokens have been read, which is what eviction does, with a recency window of --delay tokens; `pad`,
+Filler `drop` takes the keys and values of the window out of the cache once it and --delays more
+tokens have been read, which is what eviction does, with a recency window of so many tokens; `pad`,
 `eos` and `random` put other tokens in its place. The text before that is computed once and shared
 by all windows, and windows go through the model together.
 
 FILE holds JSON lines with `id`, `prompt` and `trace`. A token's label is the mean of the losses,
-and the "or" of the flips, of the windows that cover it; the output folder gets a line for each
-trace and filler, with the answer of a control run that occludes nothing. The same command goes on
-where it was stopped.
+and the "or" of the flips, of the windows that cover it; or the mean of the attention and effects
+over the tokens more than the delay after it. The output folder gets a line for each trace, filler
+and delay, with the answer of a control run that occludes nothing. The same command goes on where it
+was stopped.
 """
 
 import argparse
@@ -39,10 +42,10 @@ sys.path.insert(0, str(ROOT))
 
 from answers import is_right, last_boxed  # noqa: E402
 from baselines import causal_weights  # noqa: E402
-from epikv import NO_POSITION, EvictionConfig, SlotCache  # noqa: E402
+from epikv import NO_POSITION, EvictionConfig, SlotCache, upcast  # noqa: E402
 from fidelity import tokenize_trace  # noqa: E402
 from generate import ArgumentParser, Engine, Sampling, full_budget  # noqa: E402
-from model import Transformer  # noqa: E402
+from model import ModelConfig, Transformer  # noqa: E402
 from records import (  # noqa: E402
     RunFolder,
     process_rank,
@@ -50,11 +53,19 @@ from records import (  # noqa: E402
     read_records,
     told_in_one_line,
 )
-from replay import Trace, add_model, check_numbers, describe, load_model  # noqa: E402
+from replay import (  # noqa: E402
+    Trace,
+    add_model,
+    check_numbers,
+    describe,
+    load_model,
+    parse_numbers,
+)
 
 FILLERS = ("drop", "pad", "eos", "random")
-OUTCOMES = ("loss", "flip", "attention")
+OUTCOMES = ("loss", "flip", "attention", "effect")
 CHUNK = 256  # tokens whose logits stand in memory at once
+FEWEST = 64  # tokens that a mean over later ones is taken of
 
 
 @dataclass(frozen=True)
@@ -108,42 +119,92 @@ class SharedLayer:
 
 
 class Watched:
-    """Adds up the attention that tokens get from those more than `delay` after them.
-
-    received: [N] float32, sums over queries of means over the heads of all layers.
-    """
+    """A `SharedLayer` that adds to `total` [N, N] what queries gave to keys, mean over heads."""
 
     reads_attention = True
 
-    def __init__(self, layer: SharedLayer, received: Tensor, delay: int):
-        self.k, self.v = layer.k, layer.v
-        self.received, self.delay = received, delay
+    def __init__(self, layer: SharedLayer, total: Tensor):
+        self.k, self.v, self.total = layer.k, layer.v, total
 
     def observe_prompt(self, q: Tensor, k: Tensor) -> None:
         n_tokens = k.shape[2]
         first = n_tokens - q.shape[2]
-        key = torch.arange(n_tokens, device=k.device)
-        far = key[first:, None] - key > self.delay  # [T, N]
-        weights = causal_weights(q, k, first)[0].mean((0, 1))  # [T, N]
-        self.received[:n_tokens] += (weights * far).sum(0)
+        self.total[first:n_tokens, :n_tokens] += causal_weights(q, k, first)[0].mean((0, 1))
 
 
-def received_attention(model: Transformer, tokens: list[int], delay: int) -> list[float | None]:
-    """For each token the mean weight it gets from those more than `delay` after it, if any."""
-    n_tokens = len(tokens)
-    received = torch.zeros(n_tokens, device=model.device)
-    cache = model.new_cache(EvictionConfig(full_budget(n_tokens), "full"))
+def attention_matrix(model: Transformer, tokens: list[int]) -> Tensor:
+    """Attention weights of each query and key, mean over layers and heads. [N, N] float32"""
+    total = torch.zeros(len(tokens), len(tokens), device=model.device)
+    cache = model.new_cache(EvictionConfig(full_budget(len(tokens)), "full"))
 
     def watch(start: int) -> SharedPrefix:
         prefix = SharedPrefix(cache, start, 1)
-        prefix.layers = [Watched(layer, received, delay) for layer in prefix.layers]
+        prefix.layers = [Watched(layer, total) for layer in prefix.layers]
         return prefix
 
     for _ in read_chunks(model, cache, tokens, watch):
         pass
-    n_queries = n_tokens - 1 - delay - torch.arange(n_tokens)
-    means = received.cpu() / len(model.blocks) / n_queries.clamp(min=1)
-    return [mean if n > 0 else None for mean, n in zip(means.tolist(), n_queries, strict=True)]
+    return total / len(model.blocks)
+
+
+class Probe:
+    """A layer without a prefix whose queries get a bias [1, H, N, N], for the sake of its gradient.
+
+    On the way back it adds the effects of its heads to `total` [N, N].
+    """
+
+    reads_attention = True
+
+    def __init__(self, config: ModelConfig, total: Tensor):
+        self.k = self.v = total.new_empty(1, config.n_kv_heads, 0, config.head_dim)
+        hidden = torch.full_like(total, -torch.inf).triu(1)
+        self.bias = hidden.expand(1, config.n_heads, -1, -1).clone().requires_grad_()
+        self.bias.register_hook(self.add)
+        self.total = total
+
+    def observe_prompt(self, q: Tensor, k: Tensor) -> None:
+        self.weights = causal_weights(q.detach(), k.detach(), 0)[0].flatten(0, 1)  # [H, N, N]
+
+    def add(self, gradient: Tensor) -> None:
+        """A key of weight p that goes leaves the others 1 / (1 - p) as heavy."""
+        self.total += (gradient[0] / (1 - self.weights).clamp(min=0.01)).sum(0)
+        del self.weights
+
+
+class Probes:
+    """Stands where a cache does; every layer is a `Probe`."""
+
+    reads = ()
+    rotary_limit = None
+
+    def __init__(self, model: Transformer, total: Tensor):
+        self.layers = [Probe(model.config, total) for _ in model.blocks]
+
+    def per_layer(self, mask: None) -> list[Tensor]:
+        return [layer.bias for layer in self.layers]
+
+
+def effect_matrix(model: Transformer, tokens: list[int]) -> Tensor:
+    """By how much the loss changes if one query does not see one key, squared. [N, N] float32
+
+    To first order in the output of attention, in which such a key has the share p (v - o) / (1 - p)
+    of each head; summed over layers and heads before it is squared.
+    """
+    total = torch.zeros(len(tokens), len(tokens), dtype=model.dtype, device=model.device)
+    ids = torch.tensor(tokens, device=model.device)
+    position = torch.arange(len(tokens), device=model.device)[None]
+    x, *_ = model(ids[None], position, Probes(model, total), mask=total)
+    torch.nn.functional.cross_entropy(model.logits(x[0, :-1]), ids[1:], reduction="sum").backward()
+    return upcast(total) ** 2
+
+
+def mean_beyond(matrix: Tensor, delay: int) -> list[float | None]:
+    """For each key the mean over the queries more than `delay` after it, if they are not few."""
+    at = torch.arange(len(matrix), device=matrix.device)
+    beyond = at[:, None] > at + delay
+    means = (matrix * beyond).sum(0) / beyond.sum(0).clamp(min=1)
+    few = beyond.sum(0) < FEWEST
+    return [None if no else mean for mean, no in zip(means.tolist(), few.tolist(), strict=True)]
 
 
 @torch.no_grad()
@@ -379,36 +440,45 @@ def label_flips(
     return control, flips
 
 
-def label_trace(model: Transformer, trace: Trace, filler_name: str, args) -> dict:
-    """The record of a trace under a filler: a label for each of its tokens, and the control."""
-    begin = len(trace.prompt)
-    end = begin + len(trace.tokens)
+def label_trace(
+    model: Transformer, trace: Trace, settings: list[tuple[str, int]], args: argparse.Namespace
+) -> Iterator[dict]:
+    """A record for each filler and delay: a label for each of the trace's tokens, and the control.
+
+    A delay counts for what is dropped; other fillers stand in the text from the start.
+    """
+    begin, tokens = len(trace.prompt), trace.prompt + trace.tokens
+    end = len(tokens)
     before_answer = model.tokenizer.decode(trace.tokens)
     before_answer = before_answer[: answer_start(before_answer)]
     answer_at = begin + len(model.tokenizer.ids(before_answer, add_special_tokens=False))
-    filler = filler_tokens(filler_name, model, args.window, args.seed)
-    delay = args.delay if filler is None else 0
-    windows = cut_windows(begin, min(answer_at, end), args.window, args.stride, delay)
-    record = {"trace": trace.id, "filler": filler_name, "n_prompt": begin}
-    tokens = trace.prompt + trace.tokens
-    if "loss" in args.outcomes:
-        losses = label_losses(Reader(model, tokens), windows, filler, args.batch_size)
-        covering = over_tokens(windows, losses, begin, end)
-        record["loss"] = [round(sum(c) / len(c), 5) if c else None for c in covering]
-    if "attention" in args.outcomes:
-        received = received_attention(model, tokens, args.delay)[begin:]
-        record["attention"] = [None if mean is None else float(f"{mean:.4g}") for mean in received]
+    makers = {"attention": attention_matrix, "effect": effect_matrix}
+    matrices = {name: make(model, tokens) for name, make in makers.items() if name in args.outcomes}
+    windowed = {"loss", "flip"} & {*args.outcomes}
+    reader = Reader(model, tokens) if windowed else None
+    answerer = None
     if "flip" in args.outcomes and answer_at < end:
-        reader = Reader(model, tokens)
-        answerer = Answerer(
-            reader, answer_at, args.batch_size, args.answer_tokens, args.compile_mode
-        )
-        control, flips = label_flips(reader, windows, filler, answerer, args.batch_size)
-        record["control"] = control
-        if control is not None:
-            covering = over_tokens(windows, flips, begin, end)
-            record["flip"] = [int(any(c)) if c else None for c in covering]
-    return record
+        shape = (args.batch_size, args.answer_tokens, args.compile_mode)
+        answerer = Answerer(reader, answer_at, *shape)
+    for name, delay in settings:
+        record = {"trace": trace.id, "filler": name, "delay": delay, "n_prompt": begin}
+        for outcome, matrix in matrices.items():
+            means = mean_beyond(matrix, delay)[begin:]
+            record[outcome] = [None if mean is None else float(f"{mean:.4g}") for mean in means]
+        filler = filler_tokens(name, model, args.window, args.seed)
+        late = delay if filler is None else 0
+        windows = cut_windows(begin, min(answer_at, end), args.window, args.stride, late)
+        if "loss" in args.outcomes:
+            losses = label_losses(reader, windows, filler, args.batch_size)
+            covering = over_tokens(windows, losses, begin, end)
+            record["loss"] = [round(sum(c) / len(c), 5) if c else None for c in covering]
+        if answerer is not None:
+            control, flips = label_flips(reader, windows, filler, answerer, args.batch_size)
+            record["control"] = control
+            if control is not None:
+                covering = over_tokens(windows, flips, begin, end)
+                record["flip"] = [int(any(c)) if c else None for c in covering]
+        yield record
 
 
 # Command line ----------------------------------------------------------------------------------
@@ -423,7 +493,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--fillers", default="drop", help=f"of {', '.join(FILLERS)}, with commas (default: drop)")
     add("--window", type=int, default=32, help="tokens taken away at a time (default: 32)")
     add("--stride", type=int, default=16, help="tokens from window to window (default: 16)")
-    add("--delay", type=int, default=0, help="tokens that see what is then dropped (default: 0)")
+    add("--delays", default="0", help="tokens that see what is then dropped, with commas")
     add("--tokens", type=int, default=1500, help="of each trace at most (default: 1500)")
     add("--limit", type=int, help="traces to take (default: all)")
     add("--answer-tokens", type=int, default=512, help="of an answer at most (default: 512)")
@@ -442,7 +512,7 @@ def parse_names(text: str, known: tuple[str, ...], option: str) -> list[str]:
 
 def settings_of(args: argparse.Namespace, model: Transformer) -> dict:
     digest = hashlib.sha256(args.traces.read_bytes()).hexdigest()
-    names = ("outcomes", "window", "stride", "delay", "tokens", "limit", "answer_tokens")
+    names = ("outcomes", "window", "stride", "tokens", "limit", "answer_tokens")
     return describe(args, model) | {
         "texts": f"{args.traces.name}, sha256 {digest}",
         **{name: getattr(args, name) for name in names},
@@ -459,28 +529,31 @@ def main() -> None:
         fillers = parse_names(args.fillers, FILLERS, "filler")
         numbers = ("window", "stride", "tokens", "limit", "answer_tokens", "batch_size")
         check_numbers(args, *numbers)
-        if args.delay < 0:
-            raise ValueError(f"delay must be 0 or more, got {args.delay}")
+        delays = parse_numbers(args.delays, "delays")
+        if min(delays) < 0:
+            raise ValueError(f"delays must be 0 or more, got {args.delays!r}")
+        settings = [(filler, delay) for filler in fillers for delay in delays]
         records = read_records(args.traces, dict.fromkeys(("id", "prompt", "trace"), str))
         model = load_model(args)
         for filler in fillers:
             filler_tokens(filler, model, args.window, args.seed)
         traces = [tokenize_trace(record, model.tokenizer) for record in records[: args.limit]]
         with RunFolder(args.output, settings_of(args, model), rank) as folder:
-            done = {
-                (record["trace"], record["filler"]) for record in read_lines(args.output, "records")
-            }
-            work = [(trace, filler) for trace in traces for filler in fillers][rank::world]
-            work = [(trace, filler) for trace, filler in work if (trace.id, filler) not in done]
+            found = read_lines(args.output, "records")
+            done = {(record["trace"], record["filler"], record["delay"]) for record in found}
+            work = [
+                (trace, [setting for setting in settings if (trace.id, *setting) not in done])
+                for trace in traces[rank::world]
+            ]
+            work = [(trace, left) for trace, left in work if left]
             start = time.perf_counter()
-            for finished, (trace, filler) in enumerate(work, start=1):
+            for finished, (trace, left) in enumerate(work, start=1):
                 cut = replace(trace, tokens=trace.tokens[: args.tokens])
-                folder.append(label_trace(model, cut, filler, args))
-                left = (time.perf_counter() - start) / finished * (len(work) - finished)
-                print(
-                    f"{finished} of {len(work)} traces, {left / 60:.0f} minutes left",
-                    file=sys.stderr,
-                )
+                for record in label_trace(model, cut, left, args):
+                    folder.append(record)
+                minutes = (time.perf_counter() - start) / finished * (len(work) - finished) / 60
+                told = f"{finished} of {len(work)} traces, {minutes:.0f} minutes left"
+                print(told, file=sys.stderr)
 
 
 if __name__ == "__main__":

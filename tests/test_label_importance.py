@@ -1,6 +1,7 @@
 """Occlusion labels against a dense model by transformers, window by window."""
 
 import json
+import math
 import random
 import sys
 
@@ -101,16 +102,75 @@ def test_shared_prefixes_and_batches_change_nothing(model, filler):
         assert increase == pytest.approx(alone, abs=1e-10)
 
 
-@pytest.mark.parametrize("delay", [0, 9])
-def test_attention_is_the_mean_of_what_later_tokens_give(model, peer, monkeypatch, delay):
-    """By the whole matrix of a dense model; the last tokens get nothing from beyond the delay."""
+def test_attention_is_that_of_a_dense_model(model, peer, monkeypatch):
+    """The whole matrix, though it is read in chunks."""
     monkeypatch.setattr(labels, "CHUNK", 16)
     with torch.no_grad():
         weights = peer(torch.tensor([TEXT]), output_attentions=True).attentions
-    matrix = torch.stack(weights)[:, 0].mean((0, 1))  # [N, N]
-    wanted = [matrix[at + delay + 1 :, at].mean().item() for at in range(len(TEXT) - delay - 1)]
-    found = labels.received_attention(model, TEXT, delay)
-    assert found == pytest.approx([*wanted, *[None] * (delay + 1)], abs=1e-5)
+    wanted = torch.stack(weights)[:, 0].mean((0, 1))  # [N, N]
+    found = labels.attention_matrix(model, TEXT)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)
+
+
+def test_effects_are_those_of_a_dense_model(model, peer):
+    """Its gradients for a bias on the scores of every layer and head, over what is left without."""
+    n, n_heads = len(TEXT), peer.config.num_attention_heads
+    biases = []
+
+    def add_bias(module, args, kwargs):
+        biases.append(torch.zeros(1, n_heads, n, n, dtype=torch.float64, requires_grad=True))
+        mask = torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
+        return args, kwargs | {"attention_mask": mask + biases[-1]}
+
+    hooks = [
+        layer.register_forward_pre_hook(add_bias, with_kwargs=True) for layer in peer.model.layers
+    ]
+    found = peer(torch.tensor([TEXT]), labels=torch.tensor([TEXT]), output_attentions=True)
+    (found.loss * (n - 1)).backward()
+    for hook in hooks:
+        hook.remove()
+    wanted = sum(
+        (bias.grad[0] / (1 - weights[0].detach()).clamp(min=0.01)).sum(0)
+        for bias, weights in zip(biases, found.attentions, strict=True)
+    )
+    actual = labels.effect_matrix(model, TEXT)
+    assert wanted.abs().max() > 0.01
+    torch.testing.assert_close(actual, wanted**2, rtol=1e-3, atol=1e-7)
+
+
+def test_an_effect_is_the_change_of_the_loss(tmp_path):
+    """With one layer and head, by its slope where a key counts a tenth less, and a tenth more."""
+    shape = dict(num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    folder = tiny.make_checkpoint(tmp_path, **shape)
+    model = Transformer.from_pretrained(folder, dtype=torch.float64)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    )
+    ids, n = torch.tensor([TEXT[:12]]), 12
+    found = labels.effect_matrix(model, TEXT[:12])
+    causal = torch.zeros(1, 1, n, n, dtype=torch.float64).masked_fill(
+        torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf
+    )
+    for query, key in ((5, 2), (9, 9), (10, 0)):
+        losses = []
+        for share in (0.9, 1.1):  # of its odds against all other keys
+            mask = causal.clone()
+            mask[..., query, key] = math.log(share)
+            with torch.no_grad():
+                out = peer(ids, attention_mask=mask, output_attentions=True)
+            likelihoods = out.logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])
+            losses.append(-likelihoods.sum().item())
+            weight = out.attentions[0][0, 0, query, key].item()
+        slope = (losses[1] - losses[0]) / math.log(1.1 / 0.9)
+        assert found[query, key].item() == pytest.approx((slope / (1 - weight)) ** 2, rel=0.02)
+
+
+def test_the_mean_over_later_tokens_by_hand(monkeypatch):
+    """Of a column without its first rows; two rows are too few here."""
+    monkeypatch.setattr(labels, "FEWEST", 3)
+    matrix = torch.arange(36).view(6, 6).float()
+    assert labels.mean_beyond(matrix, 0) == [18, 22, 26, None, None, None]
+    assert labels.mean_beyond(matrix, 2) == [24, None, None, None, None, None]
 
 
 @pytest.mark.parametrize("drops", [True, False])
@@ -188,7 +248,7 @@ def test_the_command(monkeypatch, capsys, folder, tmp_path):
     path = write_traces(tmp_path / "t.jsonl", 2)
     options = ["--fillers", "drop,eos", "--tokens", 40]
     run = run_command(monkeypatch, capsys, folder, path, tmp_path / "run", *options)
-    assert "4 of 4 traces, 0 minutes left" in run.err
+    assert "2 of 2 traces, 0 minutes left" in run.err
     model = Transformer.from_pretrained(folder)
     found = [json.loads(line) for line in (tmp_path / "run/records.jsonl").read_text().splitlines()]
     assert [(r["trace"], r["filler"]) for r in found] == [
@@ -244,26 +304,43 @@ def test_flips_are_other_answers(model):
 def test_flips_through_the_command(monkeypatch, capsys, folder, tmp_path):
     """A random model boxes nothing, so there is nothing to flip, and that is what is told."""
     path = write_traces(tmp_path / "t.jsonl", 1)
-    options = ["--outcomes", "loss,flip,attention", "--answer-tokens", 5]
+    monkeypatch.setattr(labels, "FEWEST", 1)
+    options = ["--outcomes", "loss,flip,attention,effect", "--answer-tokens", 5]
     run_command(monkeypatch, capsys, folder, path, tmp_path / "run", *options)
     (record,) = map(json.loads, (tmp_path / "run/records.jsonl").read_text().splitlines())
     assert record["control"] is None and "flip" not in record and record["loss"]
     model = Transformer.from_pretrained(folder)
     trace = model.tokenizer.ids(GOOD["trace"], add_special_tokens=False)
     prompt = model.tokenizer.encode(GOOD["prompt"])
-    wanted = labels.received_attention(model, prompt + trace, 0)[len(prompt) :]
-    assert record["attention"][:-1] == pytest.approx(wanted[:-1], rel=1e-3)
-    assert record["attention"][-1] is wanted[-1] is None
+    for outcome in ("attention", "effect"):
+        matrix = getattr(labels, f"{outcome}_matrix")(model, prompt + trace)
+        wanted = labels.mean_beyond(matrix, 0)[len(prompt) :]
+        assert record[outcome][:-1] == pytest.approx(wanted[:-1], rel=1e-3)
+        assert record[outcome][-1] is wanted[-1] is None
+
+
+def test_delays_through_the_command(monkeypatch, capsys, folder, tmp_path):
+    """A record for each; other fillers than a drop know none."""
+    path = write_traces(tmp_path / "t.jsonl", 1)
+    options = ["--delays", "0,4", "--fillers", "drop,eos"]
+    run_command(monkeypatch, capsys, folder, path, tmp_path / "run", *options)
+    found = [json.loads(line) for line in (tmp_path / "run/records.jsonl").read_text().splitlines()]
+    kinds = [(record["filler"], record["delay"]) for record in found]
+    assert kinds == [("drop", 0), ("drop", 4), ("eos", 0), ("eos", 4)]
+    soon, late, filled, same = (record["loss"] for record in found)
+    assert filled == same and soon != late
+    # The last window is gone 4 tokens before the answer; so are all tokens' windows.
+    assert late.count(None) == soon.count(None) + 4
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         (["--fillers", "zero"], "unknown filler 'zero'; known: drop, pad, eos, random"),
-        (["--outcomes", "loss,fun"], "unknown outcome 'fun'; known: loss, flip, attention"),
+        (["--outcomes", "loss,fun"], "unknown outcome 'fun'; known: loss, flip, attention, effect"),
         (["--window", "0"], "window must be at least 1, got 0"),
         (["--stride", "0"], "stride must be at least 1, got 0"),
-        (["--delay", "-1"], "delay must be 0 or more, got -1"),
+        (["--delays", "0,-1"], "delays must be 0 or more, got '0,-1'"),
         (["--fillers", "pad"], "the model has no pad token; choose another filler"),
     ],
 )
