@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the two bands of a model: which blocks' change goes with importance, and which against it.
+"""Find what tells the importance of a model's tokens: two bands of blocks, and a linear score.
 
+    python scripts/label_importance.py --traces FILE.jsonl --outcomes effect --delays 64,256
     python scripts/calibrate.py --labels labels --traces FILE.jsonl --output calibration.json
+    python generate.py --policy epikv-fit --calibration calibration.json --prompt ...
 
 The labels are those of `label_importance.py`, the traces those they were made from. For every block
 l the change g_l(t) = ||h_l(t) - h_l(t-1)||_2 is correlated (Spearman) with the labels, within each
-trace and pooled over all: raw, as a rolling mean, and as the z-score that the policies use. Bands
-are chosen on one half of the problems and checked on the other: the verdict is about those traces
-alone. Circular shifts of the labels against the signals, which keep what neighbours have in common,
-say how large a correlation chance gives.
+trace and pooled over all: raw, as a rolling mean, and as the z-score that the policies use; bands
+are where it is largest and lowest. The score of the policy `epikv-fit` is a ridge regression of the
+labels' ranks on its features, and on the logarithm of the labels' delays.
 
-Writes a small JSON with the bands, their weights and the evidence, and a plot.
+Both are chosen on one half of the problems and checked on the other: the verdicts are about those
+traces alone. Circular shifts of the labels against the signals, which keep what neighbours have in
+common, say how large a correlation chance gives.
+
+Writes a small JSON with bands, weights and evidence, and a plot.
 """
 
 import argparse
@@ -29,15 +34,18 @@ sys.path.insert(0, str(ROOT))
 
 from epikv import (  # noqa: E402
     CacheShape,
+    Calibration,
     EvictionConfig,
+    FitWeights,
     RollingWindow,
+    Tokens,
     rolling_mean,
     rolling_zscore,
     upcast,
 )
 from fidelity import tokenize_trace  # noqa: E402
 from generate import ArgumentParser, full_budget  # noqa: E402
-from label_importance import CHUNK, SharedPrefix  # noqa: E402
+from label_importance import OUTCOMES, SharedPrefix, read_chunks  # noqa: E402
 from model import Transformer  # noqa: E402
 from plots import line_plot, need_matplotlib  # noqa: E402
 from records import read_lines, read_records, told_in_one_line  # noqa: E402
@@ -45,6 +53,8 @@ from replay import add_model, check_numbers, describe, load_model  # noqa: E402
 from tables import t_interval  # noqa: E402
 
 N_SHIFTS = 999
+N_PARTS = 4  # of the problems, to choose a ridge
+STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of a ridge, beside the variance of a feature
 
 
 # Correlation -----------------------------------------------------------------------------------
@@ -206,43 +216,129 @@ def halves(groups: list[str]) -> tuple[list[int], list[int]]:
     )
 
 
+# Fit -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Text:
+    """A labelled trace: prompt, changes [N, L] and features [N, 6 L] of its tokens, and for each
+    delay the labels [N], NaN where there is none.
+    """
+
+    prompt: str
+    changes: Tensor
+    features: Tensor
+    labels: dict[int, Tensor]
+
+    @property
+    def near(self) -> Tensor:
+        """The labels of the shortest delay."""
+        return self.labels[min(self.labels)]
+
+
+def regression(text: Text) -> tuple[Tensor, Tensor]:
+    """What to tell from what: x [M, 6 L + 1] and y [M], M tokens and delays with labels.
+
+    Features and log(1 + delay), less their means in the trace, and the ranks of the labels.
+    """
+    rows, labels = [], []
+    for delay, label in text.labels.items():
+        features = text.features[~label.isnan()].double()
+        age = torch.full((len(features), 1), math.log1p(delay), dtype=torch.float64)
+        rows.append(torch.cat([features, age], dim=1))
+        labels.append(label[~label.isnan()])
+    x = torch.cat(rows)
+    return x - x.mean(0), standardised(torch.cat(labels)) * len(x) ** 0.5
+
+
+def ridge(data: list[tuple[Tensor, Tensor]], columns: Tensor, strength: float) -> Tensor:
+    """Weights [F] of the features; 0 for those that are not among `columns` or never change."""
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    deviation = x.std(0)
+    used = columns & (deviation > 0)
+    x = x[:, used] / deviation[used]
+    penalty = strength * len(x) * torch.eye(x.shape[1], dtype=x.dtype)
+    weights = torch.zeros(len(deviation), dtype=x.dtype)
+    weights[used] = torch.linalg.solve(x.T @ x + penalty, x.T @ y) / deviation[used]
+    return weights
+
+
+def fit_weights(texts: list[Text], columns: Tensor) -> Tensor:
+    """A ridge whose strength tells best those problems that it has not seen, of four parts."""
+    data = [regression(text) for text in texts]
+    problems = list(dict.fromkeys(text.prompt for text in texts))
+    parts = [problems.index(text.prompt) % N_PARTS for text in texts]
+
+    def held_out(strength: float) -> float:
+        found = []
+        for part in {*parts}:
+            known = [one for one, of in zip(data, parts, strict=True) if of != part]
+            weights = ridge(known, columns, strength)
+            unknown = [one for one, of in zip(data, parts, strict=True) if of == part]
+            found += [spearman((x @ weights)[:, None], y).item() for x, y in unknown]
+        return statistics.mean(found)
+
+    strength = max(STRENGTHS, key=held_out) if len({*parts}) > 1 else STRENGTHS[-1]
+    return ridge(data, columns, strength)
+
+
+def as_fit(weights: Tensor) -> FitWeights:
+    """From [6 L + 1], with four digits."""
+    *by_block, log_age = [float(f"{weight:.4g}") for weight in weights.tolist()]
+    n_layers = len(by_block) // 6
+    parts = [tuple(by_block[i : i + n_layers]) for i in range(0, len(by_block), n_layers)]
+    return FitWeights(*parts, log_age)
+
+
 # A model's signals -----------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def read_changes(model: Transformer, tokens: list[int]) -> Tensor:
-    """g_l(t) of every token and block, 0 for the first token. [N, L] float32"""
+def read_signals(model: Transformer, tokens: list[int], window: int) -> tuple[Tensor, Tensor]:
+    """Of every token g_l(t) of each block, 0 for the first one, and the features of `epikv-fit`.
+
+    [N, L] and [N, 6 L] float32.
+    """
     n_layers = model.config.n_layers
     cache = model.new_cache(EvictionConfig(full_budget(len(tokens)), "full"))
-    changes, before, start = [], None, 0
-    for chunk in torch.tensor(tokens, device=model.device).split(CHUNK):
-        prefix = SharedPrefix(cache, start, n_rows=1)
-        prefix.reads = range(n_layers)
-        position = torch.arange(start, start + len(chunk), device=model.device)[None]
-        _, residuals, k, v = model(chunk[None], position, prefix, n_cached=start)
-        cache.admit(k, v, [])
-        h = upcast(torch.stack([residual[0] for residual in residuals], dim=1))  # [T, L, hidden]
-        before = h[:1] if before is None else before
-        changes.append(torch.linalg.vector_norm(h - torch.cat([before, h[:-1]]), dim=-1).cpu())
-        before, start = h[-1:], start + len(chunk)
-    return torch.cat(changes)
+    nothing = Calibration(n_layers, window, (0,), (0,), 0, 0, as_fit(torch.zeros(6 * n_layers + 1)))
+    policy = model.new_cache(EvictionConfig(64, "epikv-fit", calibration=nothing)).policy
+
+    def view(start: int) -> SharedPrefix:
+        return SharedPrefix(cache, start, n_rows=1, reads=range(n_layers))
+
+    changes, features, before = [], [], None
+    for start, _, residuals, k, v in read_chunks(model, cache, tokens, view):
+        h = upcast(torch.stack(residuals, dim=2))  # [1, T, L, hidden]
+        before = h[:, :1] if before is None else before
+        change = torch.linalg.vector_norm(h - torch.cat([before, h[:, :-1]], dim=1), dim=-1)
+        before = h[:, -1:]
+        position = torch.arange(start, start + h.shape[1], device=h.device)[None]
+        seen = Tokens(position, change, torch.stack(k, 1), torch.stack(v, 1))
+        changes.append(change[0].cpu())
+        features.append(policy.features(seen)[0].cpu())
+    return torch.cat(changes), torch.cat(features)
 
 
-def read_data(
-    model: Transformer, records: list[dict], labels: dict[str, dict]
-) -> tuple[list[Tensor], list[Tensor], list[str]]:
-    """Of each trace with labels: changes [N, L], labels [N], NaN where there is none, prompt."""
-    changes, values, prompts = [], [], []
+def read_texts(
+    model: Transformer, records: list[dict], labels: dict[str, dict[int, list]], window: int
+) -> list[Text]:
+    """The traces that have labels."""
+    texts = []
     for record in records:
         if record["id"] not in labels:
             continue
         trace = tokenize_trace(record, model.tokenizer)
-        label = labels[record["id"]]["loss"]
-        tokens = trace.prompt + trace.tokens[: len(label)]
-        changes.append(read_changes(model, tokens)[len(trace.prompt) :])
-        values.append(torch.tensor([math.nan if x is None else x for x in label]))
-        prompts.append(record["prompt"])
-    return changes, values, prompts
+        values = {
+            delay: torch.tensor([math.nan if x is None else x for x in label], dtype=torch.float64)
+            for delay, label in labels[record["id"]].items()
+        }
+        n_labels = min(map(len, values.values()))
+        tokens = trace.prompt + trace.tokens[:n_labels]
+        signals = read_signals(model, tokens, window)
+        changes, features = (signal[len(trace.prompt) :] for signal in signals)
+        texts.append(Text(record["prompt"], changes, features, values))
+    return texts
 
 
 def labelled(signals: list[Tensor], labels: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -254,30 +350,48 @@ def labelled(signals: list[Tensor], labels: list[Tensor]) -> tuple[list[Tensor],
     )
 
 
-def calibrate(changes: list[Tensor], labels: list[Tensor], prompts: list[str], window: int) -> dict:
-    """Bands from one half of the problems, the verdict of the other, and all correlations."""
+def calibrate(texts: list[Text], window: int) -> dict:
+    """Bands and weights from one half of the problems, verdicts of the other, all correlations."""
+    changes, labels = [text.changes for text in texts], [text.near for text in texts]
     signals = {
         "raw": changes,
         "rolling mean": [over_window(change, window, rolling_mean) for change in changes],
         "z-score": [over_window(change, window, rolling_zscore) for change in changes],
     }
-    first, second = halves(prompts)
+    first, second = halves([text.prompt for text in texts])
     if not second:
         raise ValueError(
             "the traces are all on one problem; two are needed, to choose and to check"
         )
+
+    def check(scores: list[Tensor]) -> Evidence:
+        return correlate(*labelled(scores, [labels[i] for i in second]))
+
     chosen = correlate(
         *labelled([signals["z-score"][i] for i in first], [labels[i] for i in first])
     )
     bands = choose_bands(chosen.mean.tolist())
-    scores = [band_score(changes[i], bands, window) for i in second]
-    reliable, words = verdict(correlate(*labelled(scores, [labels[i] for i in second])))
+    evidence = {"bands": check([band_score(changes[i], bands, window) for i in second])}
+    n_layers, n_features = changes[0].shape[1], texts[0].features.shape[1]
+    column = torch.arange(n_features + 1)
+    for name, columns in {
+        "changes": (column < n_layers) | (column == n_features),
+        "keys and values": column >= n_layers,
+        "fit": column >= 0,
+    }.items():
+        weights = fit_weights([texts[i] for i in first], columns)
+        scores = [texts[i].features.double() @ weights[:-1] for i in second]
+        evidence[name] = check([score[:, None] for score in scores])
+    reliable, words = verdict(evidence["bands"])
+    fit_reliable, fit_words = verdict(evidence["fit"])
     found = {name: correlate(*labelled(signal, labels)) for name, signal in signals.items()}
     return asdict(bands) | {
         "window": window,
-        "reliable": reliable,
-        "verdict": words,
+        "fit": asdict(as_fit(weights)),
+        "reliable": {"bands": reliable, "fit": fit_reliable},
+        "verdict": f"bands: {words}\nfit: {fit_words}",
         "traces": {"chosen_on": len(first), "checked_on": len(second)},
+        "checked": {name: one.as_dict() for name, one in evidence.items()},
         "correlation": {name: evidence.as_dict() for name, evidence in found.items()},
     }
 
@@ -302,6 +416,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--labels", type=Path, required=True, help="output folder of label_importance.py")
     add("--traces", type=Path, required=True, help="JSON lines: id, prompt, trace")
     add_model(parser)
+    add("--outcome", default="effect", help=f"of {', '.join(OUTCOMES)} (default: effect)")
     add("--filler", default="drop", help="of the labels (default: drop)")
     add("--window", type=int, default=64, help="tokens in a score's statistics (default: 64)")
     add("--output", type=Path, default=Path("calibration.json"), help="default: calibration.json")
@@ -315,17 +430,18 @@ def main() -> None:
         need_matplotlib()
         check_numbers(args, "window")
         records = read_records(args.traces, dict.fromkeys(("id", "prompt", "trace"), str))
-        labels = {
-            record["trace"]: record
-            for record in read_lines(args.labels, "records")
-            if record["filler"] == args.filler and "loss" in record
-        }
+        labels: dict[str, dict[int, list]] = {}
+        for record in read_lines(args.labels, "records"):
+            if record["filler"] == args.filler and args.outcome in record:
+                by_delay = labels.setdefault(record["trace"], {})
+                by_delay[record["delay"]] = record[args.outcome]
         if not labels:
-            raise ValueError(f"{args.labels} has no losses for filler {args.filler!r}")
+            what = f"{args.outcome!r} and filler {args.filler!r}"
+            raise ValueError(f"{args.labels} has no labels of outcome {what}")
         model = load_model(args)
-        result = calibrate(*read_data(model, records, labels), args.window)
+        result = calibrate(read_texts(model, records, labels, args.window), args.window)
         described = describe(args, model) | {"n_layers": model.config.n_layers}
-        text = json.dumps(described | result, indent=1) + "\n"
+        text = json.dumps(described | {"outcome": args.outcome} | result) + "\n"
         args.output.write_text(text, encoding="utf-8")
         plot(result, args.output.with_suffix(".png"))
         print(result["verdict"])

@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 import sys
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -11,21 +12,27 @@ import torch
 import transformers
 
 from calibrate import (
+    STRENGTHS,
     Bands,
+    Text,
+    as_fit,
     band_score,
     calibrate,
     choose_bands,
     correlate,
+    fit_weights,
     halves,
     main,
     over_window,
     peak_band,
     ranks,
-    read_changes,
+    read_signals,
+    regression,
+    ridge,
     spearman,
     verdict,
 )
-from epikv import rolling_mean, rolling_zscore
+from epikv import Calibration, EvictionConfig, rolling_mean, rolling_zscore
 from model import Transformer
 
 
@@ -154,9 +161,9 @@ def folder(tmp_path_factory):
 
 def test_changes_are_those_of_the_residuals(folder, monkeypatch):
     """By transformers' hidden states, of which the last is normalised: that block is left out."""
-    monkeypatch.setattr("calibrate.CHUNK", 16)
+    monkeypatch.setattr("label_importance.CHUNK", 16)
     tokens = torch.randint(256, (50,), generator=torch.Generator().manual_seed(0)).tolist()
-    found = read_changes(Transformer.from_pretrained(folder), tokens)
+    found, _ = read_signals(Transformer.from_pretrained(folder), tokens, 64)
     peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         states = peer(torch.tensor([tokens]), output_hidden_states=True).hidden_states
@@ -168,19 +175,115 @@ def test_changes_are_those_of_the_residuals(folder, monkeypatch):
         )
 
 
+def test_features_are_those_that_the_cache_scores_by(folder, monkeypatch):
+    """A prompt's scores in a cache with all its tokens, whose chunks are others."""
+    monkeypatch.setattr("label_importance.CHUNK", 16)
+    model = Transformer.from_pretrained(folder, dtype=torch.float64)
+    tokens = torch.randint(256, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+    _, features = read_signals(model, tokens, window=8)
+    weights = torch.randn(6 * 3 + 1, generator=torch.Generator().manual_seed(1))
+    calibration = Calibration(3, 8, (0,), (1,), 1.0, 1.0, as_fit(weights))
+    cache = model.new_cache(EvictionConfig(64, "epikv-fit", calibration=calibration))
+    with torch.no_grad():
+        model.prefill(torch.tensor([tokens]), cache)
+    given = torch.tensor([float(f"{weight:.4g}") for weight in weights[:-1].tolist()])
+    wanted = (features * given).sum(-1).double()
+    torch.testing.assert_close(cache.score[0, 0, 0, :50], wanted, rtol=1e-6, atol=1e-6)
+    assert cache.policy.log_age == pytest.approx(weights[-1].item(), rel=1e-3)
+
+
+def make_texts(seed, planted=None, **sizes):
+    """Texts of `make_traces` with three features a block, of which two are noise of their own."""
+    changes, labels = make_traces(seed, planted, **sizes)
+    generator = torch.Generator().manual_seed(seed + 1)
+    texts = []
+    for i, (change, label) in enumerate(zip(changes, labels, strict=True)):
+        z = over_window(change, 64, rolling_zscore)
+        noise = torch.randn(len(change), 5 * change.shape[1], generator=generator)
+        labels_at = {64: label.double(), 256: label.double() - 3}
+        texts.append(Text(str(i % 6), change, torch.cat([z, noise], dim=1), labels_at))
+    return texts
+
+
+def test_the_regression_by_hand():
+    """Two delays of three tokens: ranks of all six labels together; one has no label."""
+    features = torch.tensor([[1.0], [2.0], [6.0]])
+    labels = {0: torch.tensor([5.0, math.nan, 9.0]), 7: torch.tensor([1.0, 3.0, 4.0])}
+    x, y = regression(Text("", features, features, labels))
+    assert x[:, 0].tolist() == pytest.approx([v - 16 / 5 for v in (1, 6, 1, 2, 6)])
+    late = math.log(8)
+    assert x[:, 1].tolist() == pytest.approx([a - 0.6 * late for a in (0, 0, late, late, late)])
+    assert y.tolist() == pytest.approx([r / 2**0.5 for r in (1, 2, -2, -1, 0)])
+
+
+def test_a_ridge_by_hand():
+    """One feature of deviation 2: (x.y / 2) / (x.x / 4 + strength * n) in units of 2; others 0."""
+    x = torch.tensor([[-2.0, 0, 5], [0, 0, -9], [2, 0, 4]], dtype=torch.float64)
+    y = torch.tensor([-1.0, 0, 3], dtype=torch.float64)
+    columns = torch.tensor([True, True, False])
+    weights = ridge([(x[:2], y[:2]), (x[2:], y[2:])], columns, strength=0.5)
+    assert weights.tolist() == pytest.approx([(8 / 2) / (8 / 4 + 1.5) / 2, 0, 0])
+
+
+def test_a_planted_block_is_fitted():
+    """Block 5 for and block 11 against, age against; strongest by far, by the right ratio."""
+    texts = make_texts(0, {5: 1.0, 11: -2.0})
+    fit = as_fit(fit_weights(texts, torch.ones(16 * 6 + 1, dtype=torch.bool)))
+    others = [abs(weight) for block, weight in enumerate(fit.change) if block not in (5, 11)]
+    others += [abs(weight) for weight in fit.key_norm + fit.value_variance]
+    assert fit.change[5] > 5 * max(others) and fit.change[11] < -5 * max(others)
+    assert -2.5 < fit.change[11] / fit.change[5] < -1.6 and fit.log_age < 0
+
+
+def test_a_ridge_is_chosen_for_what_it_has_not_seen():
+    """Noise alone wants the strongest; a plain signal a weak one, whatever the units."""
+    every = torch.ones(16 * 6 + 1, dtype=torch.bool)
+    noise = make_texts(2, n_traces=8, n_tokens=100)
+    plain = make_texts(2, {3: 50.0}, n_traces=8, n_tokens=100)
+    for text in noise:
+        del text.labels[256]  # or age alone would be plain
+    data = [regression(text) for text in noise]
+    assert fit_weights(noise, every).norm() <= ridge(data, every, STRENGTHS[2]).norm()
+    weights = fit_weights(plain, every)
+    for text in plain:
+        text.features[:, 3] *= 1000
+    scaled = fit_weights(plain, every)
+    assert scaled[3] * 1000 == pytest.approx(weights[3].item(), rel=1e-3)
+
+
 def test_tokens_without_label_do_not_count():
     """Whatever is put in their place, nothing changes."""
-    changes, labels = make_traces(1, {2: 1.0, 7: -1.0})
-    prompts = [str(i % 4) for i in range(len(labels))]
-    for label in labels:
-        label[-50:] = math.nan
-    result = calibrate(changes, labels, prompts, 64)
-    shorter = [change[:-50] for change in changes], [label[:-50] for label in labels]
-    assert calibrate(*shorter, prompts, 64) == result
-    assert result["band_a"] == [2] and result["band_b"] == [7] and result["reliable"]
+    texts = make_texts(1, {2: 1.0, 7: -1.0})
+    for text in texts:
+        for label in text.labels.values():
+            label[-50:] = math.nan
+    result = calibrate(texts, 64)
+    shorter = [
+        Text(
+            text.prompt,
+            text.changes[:-50],
+            text.features[:-50],
+            {delay: label[:-50] for delay, label in text.labels.items()},
+        )
+        for text in texts
+    ]
+    assert calibrate(shorter, 64) == result
+    assert result["band_a"] == [2] and result["band_b"] == [7]
+    assert result["reliable"] == {"bands": True, "fit": True}
     assert result["traces"] == {"chosen_on": 6, "checked_on": 6}
+    held_out = {name: found["within_trace"][0] for name, found in result["checked"].items()}
+    assert held_out["fit"] > 0.5 > 0.1 > held_out["keys and values"]
     with pytest.raises(ValueError, match="all on one problem"):
-        calibrate(changes, labels, ["same"] * len(labels), 64)
+        calibrate([replace(text, prompt="same") for text in texts], 64)
+
+
+def test_noise_fits_nothing():
+    """The fit's verdict, in at least 19 of 20 seeds."""
+    said = [
+        calibrate(make_texts(seed, n_traces=8, n_tokens=150, n_blocks=4), 64)["reliable"]["fit"]
+        for seed in range(20)
+    ]
+    assert said.count(False) >= 19
 
 
 def test_the_command(folder, tmp_path, monkeypatch, capsys):
@@ -193,8 +296,10 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "traces.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (tmp_path / "labels").mkdir()
     labels = [
-        {"trace": str(i), "filler": "drop", "loss": [(7 * n * (i + 3)) % 11 for n in range(80)]}
+        {"trace": str(i), "filler": "drop", "delay": delay}
+        | {"effect": [(7 * n * (i + 3)) % 11 for n in range(80 - delay)] + [None] * delay}
         for i in range(6)
+        for delay in (0, 20)
     ]
     lines = [json.dumps(label) for label in labels] + [json.dumps(labels[0] | {"filler": "eos"})]
     (tmp_path / "labels/records.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -204,11 +309,16 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
     main()
     result = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
     assert capsys.readouterr().out.strip() == result["verdict"]
-    assert "signal: on held-out traces the score's correlation" in result["verdict"]
+    for line, name in zip(result["verdict"].splitlines(), ("bands", "fit"), strict=True):
+        assert line.startswith(f"{name}: ")
+        assert "signal: on held-out traces the score's correlation" in line
     assert (tmp_path / "c.json").stat().st_size < 8000 and (tmp_path / "c.png").is_file()
+    calibration = Calibration.read("c.json")
+    assert calibration.n_layers == 3 and calibration.band_a == tuple(result["band_a"])
+    assert calibration.fit.log_age == result["fit"]["log_age"]
     assert result["n_layers"] == 3 and {*result["band_a"], *result["band_b"]} <= {0, 1, 2}
     assert len(result["correlation"]["z-score"]["within_trace"]) == 3
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--filler", "pad"])
     with pytest.raises(SystemExit):
         main()
-    assert "labels has no losses for filler 'pad'" in capsys.readouterr().err
+    assert "no labels of outcome 'effect' and filler 'pad'" in capsys.readouterr().err
