@@ -31,7 +31,7 @@ its own, [B, L, 1, S], or each head, [B, L, H_kv, S]; below, a map is [B, l, h, 
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -96,26 +96,27 @@ class Calibration:
     def read(cls, path: str | Path) -> "Calibration":
         """From a JSON file. Raises OSError, and ValueError for one that is no calibration."""
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            fit = {
-                name: tuple(map(float, weights)) if isinstance(weights, list) else float(weights)
-                for name, weights in found["fit"].items()
-            }
-            return cls(
-                int(found["n_layers"]),
-                int(found["window"]),
-                tuple(map(int, found["band_a"])),
-                tuple(map(int, found["band_b"])),
-                float(found["weight_a"]),
-                float(found["weight_b"]),
-                FitWeights(**fit),
-            )
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (  # what is not there, what is no number, one beyond a float, deep nesting
             *(AttributeError, LookupError, TypeError),
             *(ValueError, OverflowError, RecursionError),
         ) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(f"{path} is no calibration ({reason}); see calibrate.py") from None
+
+    @classmethod
+    def from_dict(cls, found: dict) -> "Calibration":
+        """From its fields, lists in place of tuples; whatever else is there does not matter."""
+        *by_block, log_age = (found["fit"][field.name] for field in fields(FitWeights))
+        return cls(
+            int(found["n_layers"]),
+            int(found["window"]),
+            tuple(map(int, found["band_a"])),
+            tuple(map(int, found["band_b"])),
+            float(found["weight_a"]),
+            float(found["weight_b"]),
+            FitWeights(*(tuple(map(float, weights)) for weights in by_block), float(log_age)),
+        )
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ The labels are those of `label_importance.py`, the traces those they were made f
 l the change g_l(t) = ||h_l(t) - h_l(t-1)||_2 is correlated (Spearman) with the labels, within each
 trace and pooled over all: raw, as a rolling mean, and as the z-score that the policies use; bands
 are where it is largest and lowest. The score of the policy `epikv-fit` is a ridge regression of the
-labels' ranks on its features, and on the logarithm of the labels' delays.
+labels on its features and on the logarithm of the labels' delays; then, of several weights of a
+token's age, the one is taken under which replayed traces lose least (see `fidelity.py`).
 
-Both are chosen on one half of the problems and checked on the other: the verdicts are about those
-traces alone. Circular shifts of the labels against the signals, which keep what neighbours have in
-common, say how large a correlation chance gives.
+All is chosen on one half of the problems and checked on the other: the verdicts are about those
+traces alone, and --held-out writes them to a file, to go on with in `fidelity.py`. Circular shifts
+of the labels against the signals, which keep what neighbours have in common, say how large a
+correlation chance gives.
 
 Writes a small JSON with bands, weights and evidence, and a plot.
 """
@@ -23,7 +25,7 @@ import json
 import math
 import statistics
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,16 +45,17 @@ from epikv import (  # noqa: E402
     rolling_zscore,
     upcast,
 )
-from fidelity import tokenize_trace  # noqa: E402
+from fidelity import replay, tokenize_trace  # noqa: E402
 from generate import ArgumentParser, full_budget  # noqa: E402
 from label_importance import OUTCOMES, SharedPrefix, read_chunks  # noqa: E402
 from model import Transformer  # noqa: E402
 from plots import line_plot, need_matplotlib  # noqa: E402
 from records import read_lines, read_records, told_in_one_line  # noqa: E402
-from replay import add_model, check_numbers, describe, load_model  # noqa: E402
+from replay import Trace, add_model, check_numbers, describe, load_model  # noqa: E402
 from tables import t_interval  # noqa: E402
 
 N_SHIFTS = 999
+AGES = (0.0, -0.5, -1.0, -1.5, -2.0, -3.0)  # weights of log(1 + age), in deviations of the score
 N_PARTS = 4  # of the problems, to choose a ridge
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of a ridge, beside the variance of a feature
 
@@ -221,10 +224,13 @@ def halves(groups: list[str]) -> tuple[list[int], list[int]]:
 
 @dataclass
 class Text:
-    """A labelled trace: prompt, changes [N, L] and features [N, 6 L] of its tokens, and for each
-    delay the labels [N], NaN where there is none.
+    """A labelled trace of N tokens.
+
+    prompt: the problem. changes: [N, L]. features: [N, 6 L]. labels: for each delay [N], NaN where
+    there is none.
     """
 
+    trace: Trace
     prompt: str
     changes: Tensor
     features: Tensor
@@ -239,7 +245,8 @@ class Text:
 def regression(text: Text) -> tuple[Tensor, Tensor]:
     """What to tell from what: x [M, 6 L + 1] and y [M], M tokens and delays with labels.
 
-    Features and log(1 + delay), less their means in the trace, and the ranks of the labels.
+    Features and log(1 + delay), and the fourth roots of the labels, which span orders of magnitude;
+    both less their means in the trace.
     """
     rows, labels = [], []
     for delay, label in text.labels.items():
@@ -247,8 +254,9 @@ def regression(text: Text) -> tuple[Tensor, Tensor]:
         age = torch.full((len(features), 1), math.log1p(delay), dtype=torch.float64)
         rows.append(torch.cat([features, age], dim=1))
         labels.append(label[~label.isnan()])
-    x = torch.cat(rows)
-    return x - x.mean(0), standardised(torch.cat(labels)) * len(x) ** 0.5
+    x, y = torch.cat(rows), torch.cat(labels)
+    y = y.sign() * y.abs() ** 0.25
+    return x - x.mean(0), (y - y.mean()) / y.std().clamp(min=1e-300)
 
 
 def ridge(data: list[tuple[Tensor, Tensor]], columns: Tensor, strength: float) -> Tensor:
@@ -282,12 +290,43 @@ def fit_weights(texts: list[Text], columns: Tensor) -> Tensor:
     return ridge(data, columns, strength)
 
 
+def tune_age(
+    model: Transformer, texts: list[Text], calibration: Calibration, budget: int
+) -> tuple[Calibration, dict[float, float]]:
+    """The calibration with the best of several weights of age; the loss gap [nats] under each.
+
+    Replayed are the traces as long as their median, so many tokens of each.
+    """
+    *by_block, _ = astuple(calibration.fit)
+    weights = torch.tensor(by_block, dtype=torch.float64).flatten()
+    deviation = torch.cat([text.features for text in texts]).double().matmul(weights).std().item()
+    n_tokens = statistics.median_high(len(text.trace.tokens) for text in texts)
+    traces = [text.trace for text in texts if len(text.trace.tokens) >= n_tokens]
+    traces = [replace(trace, tokens=trace.tokens[:n_tokens]) for trace in traces]
+    tuned = {
+        age: replace(calibration, fit=replace(calibration.fit, log_age=rounded(age * deviation)))
+        for age in AGES
+    }
+    configs = {
+        age: EvictionConfig(budget, "epikv-fit", calibration=one) for age, one in tuned.items()
+    }
+    found = replay(model, traces, configs, compile_mode="none")
+    gaps = {age: values[0].mean().item() for age, values in found.items()}
+    best = min(gaps, key=gaps.__getitem__)
+    return tuned[best], {tuned[age].fit.log_age: rounded(gap) for age, gap in gaps.items()}
+
+
 def as_fit(weights: Tensor) -> FitWeights:
-    """From [6 L + 1], with four digits."""
-    *by_block, log_age = [float(f"{weight:.4g}") for weight in weights.tolist()]
+    """From [6 L + 1]."""
+    *by_block, log_age = map(rounded, weights.tolist())
     n_layers = len(by_block) // 6
     parts = [tuple(by_block[i : i + n_layers]) for i in range(0, len(by_block), n_layers)]
     return FitWeights(*parts, log_age)
+
+
+def rounded(x: float) -> float:
+    """To four digits."""
+    return float(f"{x:.4g}")
 
 
 # A model's signals -----------------------------------------------------------------------------
@@ -328,16 +367,15 @@ def read_texts(
     for record in records:
         if record["id"] not in labels:
             continue
-        trace = tokenize_trace(record, model.tokenizer)
+        whole = tokenize_trace(record, model.tokenizer)
         values = {
             delay: torch.tensor([math.nan if x is None else x for x in label], dtype=torch.float64)
             for delay, label in labels[record["id"]].items()
         }
-        n_labels = min(map(len, values.values()))
-        tokens = trace.prompt + trace.tokens[:n_labels]
-        signals = read_signals(model, tokens, window)
+        trace = replace(whole, tokens=whole.tokens[: min(map(len, values.values()))])
+        signals = read_signals(model, trace.prompt + trace.tokens, window)
         changes, features = (signal[len(trace.prompt) :] for signal in signals)
-        texts.append(Text(record["prompt"], changes, features, values))
+        texts.append(Text(trace, record["prompt"], changes, features, values))
     return texts
 
 
@@ -350,50 +388,47 @@ def labelled(signals: list[Tensor], labels: list[Tensor]) -> tuple[list[Tensor],
     )
 
 
-def calibrate(texts: list[Text], window: int) -> dict:
-    """Bands and weights from one half of the problems, verdicts of the other, all correlations."""
-    changes, labels = [text.changes for text in texts], [text.near for text in texts]
-    signals = {
-        "raw": changes,
-        "rolling mean": [over_window(change, window, rolling_mean) for change in changes],
-        "z-score": [over_window(change, window, rolling_zscore) for change in changes],
-    }
-    first, second = halves([text.prompt for text in texts])
-    if not second:
-        raise ValueError(
-            "the traces are all on one problem; two are needed, to choose and to check"
-        )
+def calibrate(first: list[Text], second: list[Text], window: int) -> dict:
+    """Bands and weights from the `first` texts, verdicts of the `second`, correlations of all."""
+    z_scores = [over_window(text.changes, window, rolling_zscore) for text in first]
+    chosen = correlate(*labelled(z_scores, [text.near for text in first]))
+    bands = choose_bands(chosen.mean.tolist())
 
     def check(scores: list[Tensor]) -> Evidence:
-        return correlate(*labelled(scores, [labels[i] for i in second]))
+        return correlate(*labelled(scores, [text.near for text in second]))
 
-    chosen = correlate(
-        *labelled([signals["z-score"][i] for i in first], [labels[i] for i in first])
-    )
-    bands = choose_bands(chosen.mean.tolist())
-    evidence = {"bands": check([band_score(changes[i], bands, window) for i in second])}
-    n_layers, n_features = changes[0].shape[1], texts[0].features.shape[1]
-    column = torch.arange(n_features + 1)
+    checked = {"bands": check([band_score(text.changes, bands, window) for text in second])}
+    n_layers, n_features = first[0].changes.shape[1], first[0].features.shape[1]
+    column = torch.arange(n_features + 1)  # the last one is age
     for name, columns in {
         "changes": (column < n_layers) | (column == n_features),
         "keys and values": column >= n_layers,
         "fit": column >= 0,
     }.items():
-        weights = fit_weights([texts[i] for i in first], columns)
-        scores = [texts[i].features.double() @ weights[:-1] for i in second]
-        evidence[name] = check([score[:, None] for score in scores])
-    reliable, words = verdict(evidence["bands"])
-    fit_reliable, fit_words = verdict(evidence["fit"])
-    found = {name: correlate(*labelled(signal, labels)) for name, signal in signals.items()}
+        weights = fit_weights(first, columns)
+        checked[name] = check([text.features.double() @ weights[:-1, None] for text in second])
+    verdicts = {name: verdict(checked[name]) for name in ("bands", "fit")}
     return asdict(bands) | {
         "window": window,
         "fit": asdict(as_fit(weights)),
-        "reliable": {"bands": reliable, "fit": fit_reliable},
-        "verdict": f"bands: {words}\nfit: {fit_words}",
-        "traces": {"chosen_on": len(first), "checked_on": len(second)},
-        "checked": {name: one.as_dict() for name, one in evidence.items()},
-        "correlation": {name: evidence.as_dict() for name, evidence in found.items()},
+        "reliable": {name: reliable for name, (reliable, _) in verdicts.items()},
+        "verdict": "\n".join(f"{name}: {words}" for name, (_, words) in verdicts.items()),
+        "chosen_on": [text.trace.id for text in first],
+        "checked_on": [text.trace.id for text in second],
+        "checked": {name: evidence.as_dict() for name, evidence in checked.items()},
+        "correlation": correlations([*first, *second], window),
     }
+
+
+def correlations(texts: list[Text], window: int) -> dict:
+    """Of the change after every block with the labels: raw, as a rolling mean, as a z-score."""
+    statistics_of = {"rolling mean": rolling_mean, "z-score": rolling_zscore}
+    signals = {"raw": [text.changes for text in texts]} | {
+        name: [over_window(text.changes, window, statistic) for text in texts]
+        for name, statistic in statistics_of.items()
+    }
+    labels = [text.near for text in texts]
+    return {name: correlate(*labelled(x, labels)).as_dict() for name, x in signals.items()}
 
 
 def plot(result: dict, path: Path) -> None:
@@ -419,6 +454,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--outcome", default="effect", help=f"of {', '.join(OUTCOMES)} (default: effect)")
     add("--filler", default="drop", help="of the labels (default: drop)")
     add("--window", type=int, default=64, help="tokens in a score's statistics (default: 64)")
+    add("--budget", type=int, default=128, help="under which age is weighed (default: 128)")
+    add("--swap", action="store_true", help="choose on the half that otherwise checks")
+    add("--held-out", type=Path, help="a file for the traces that chose nothing")
     add("--output", type=Path, default=Path("calibration.json"), help="default: calibration.json")
     return parser
 
@@ -428,7 +466,7 @@ def main() -> None:
     args = parser.parse_args()
     with told_in_one_line(parser):
         need_matplotlib()
-        check_numbers(args, "window")
+        check_numbers(args, "window", "budget")
         records = read_records(args.traces, dict.fromkeys(("id", "prompt", "trace"), str))
         labels: dict[str, dict[int, list]] = {}
         for record in read_lines(args.labels, "records"):
@@ -439,11 +477,25 @@ def main() -> None:
             what = f"{args.outcome!r} and filler {args.filler!r}"
             raise ValueError(f"{args.labels} has no labels of outcome {what}")
         model = load_model(args)
-        result = calibrate(read_texts(model, records, labels, args.window), args.window)
-        described = describe(args, model) | {"n_layers": model.config.n_layers}
-        text = json.dumps(described | {"outcome": args.outcome} | result) + "\n"
-        args.output.write_text(text, encoding="utf-8")
+        texts = read_texts(model, records, labels, args.window)
+        parts = [[texts[i] for i in half] for half in halves([text.prompt for text in texts])]
+        first, second = reversed(parts) if args.swap else parts
+        if not (first and second):
+            raise ValueError(
+                "all traces are on one problem; two are needed: to choose and to check"
+            )
+        result = {"n_layers": model.config.n_layers} | calibrate(first, second, args.window)
+        calibration, result["age"] = tune_age(
+            model, first, Calibration.from_dict(result), args.budget
+        )
+        result["fit"]["log_age"] = calibration.fit.log_age
+        described = describe(args, model) | {"outcome": args.outcome, "budget": args.budget}
+        args.output.write_text(json.dumps(described | result) + "\n", encoding="utf-8")
         plot(result, args.output.with_suffix(".png"))
+        if args.held_out is not None:
+            held_out = [record for record in records if record["id"] in result["checked_on"]]
+            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in held_out]
+            args.held_out.write_text("".join(lines), encoding="utf-8")
         print(result["verdict"])
 
 

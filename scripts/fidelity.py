@@ -23,6 +23,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from baselines import BASELINES  # noqa: E402
-from epikv import POLICIES, Calibration, EvictionConfig  # noqa: E402
+from epikv import POLICIES, EvictionConfig  # noqa: E402
 from generate import ArgumentParser, generate  # noqa: E402
 from model import Transformer  # noqa: E402
 from plots import line_plot, need_matplotlib  # noqa: E402
@@ -108,39 +109,39 @@ def compare(full: Tensor, other: Tensor, target: Tensor) -> Tensor:
 def replay(
     model: Transformer,
     traces: list[Trace],
-    settings: list[Setting],
+    configs: dict[Hashable, EvictionConfig],
     compile_mode: str = "blocks",
     positions: str = "true",
-    seed: int = 0,
-    calibration: Calibration | None = None,
-) -> dict[Setting, Tensor]:
-    """The `MEASURES` [4, B, N] of every setting at the N tokens of B traces of equal length.
+) -> dict[Hashable, Tensor]:
+    """The `MEASURES` [4, B, N] of every configuration at the N tokens of B traces of equal length.
 
     Each is compared with a full cache that computes, and rounds, as it does (see `Kind`), so a
     policy that forgets nothing has a gap of exactly zero. (ThinKV forgets with room to spare.)
     """
     tokens = torch.tensor([trace.tokens for trace in traces], device=model.device)  # [B, N]
     prompts = [trace.prompt for trace in traces]
-    n_tokens = tokens.shape[1]
-    longest = max(map(len, prompts)) + n_tokens
 
     def start(config: EvictionConfig, **options) -> Replay:
-        return Replay(model, config, prompts, n_tokens, compile_mode, **options)
+        return Replay(model, config, prompts, tokens.shape[1], compile_mode, **options)
 
-    configs = {setting: setting.config(longest, seed, calibration) for setting in settings}
-    kinds = {setting: Kind.of(config) for setting, config in configs.items()}
+    kinds = {name: Kind.of(config) for name, config in configs.items()}
     full = {
-        kind: start(kind.full_cache.config(longest), chunked=kind.chunked)
+        kind: start(kind.full_cache.config(longest(traces)), chunked=kind.chunked)
         for kind in {*kinds.values()}
     }
-    others = {setting: start(config, positions=positions) for setting, config in configs.items()}
-    found = {setting: [] for setting in settings}
+    others = {name: start(config, positions=positions) for name, config in configs.items()}
+    found = {name: [] for name in configs}
     for chunk in tokens.split(CHUNK, dim=1):
         wanted = {kind: one.feed(chunk) for kind, one in full.items()}
-        for setting, other in others.items():
-            measures = compare(wanted[kinds[setting]], other.feed(chunk), chunk)
-            found[setting].append(torch.cat([measures, other.held[None]]).cpu())
-    return {setting: torch.cat(values, dim=-1) for setting, values in found.items()}
+        for name, other in others.items():
+            measures = compare(wanted[kinds[name]], other.feed(chunk), chunk)
+            found[name].append(torch.cat([measures, other.held[None]]).cpu())
+    return {name: torch.cat(values, dim=-1) for name, values in found.items()}
+
+
+def longest(traces: list[Trace]) -> int:
+    """Tokens of the longest prompt and trace."""
+    return max(len(trace.prompt) + len(trace.tokens) for trace in traces)
 
 
 def write_traces(model: Transformer, problems: list[dict], args: argparse.Namespace) -> list[Trace]:
@@ -306,9 +307,8 @@ def run(
     total = sum(len(batch) * len(group) for batch, group in work)
     start, finished = time.perf_counter(), 0
     for batch, group in work:
-        found = replay(
-            model, batch, group, args.compile_mode, args.positions, args.seed, args.calibration
-        )
+        configs = {s: s.config(longest(batch), args.seed, args.calibration) for s in group}
+        found = replay(model, batch, configs, args.compile_mode, args.positions)
         for setting in group:
             for record in summarise(found[setting], batch, setting.budget):
                 if (setting, record["trace"]) in todo:

@@ -15,7 +15,7 @@ import transformers
 import fidelity
 import records
 from epikv import POLICIES
-from fidelity import compare, replay, summarise
+from fidelity import compare, longest, replay, summarise
 from generate import Engine, generate
 from model import Transformer
 from replay import Setting, Trace
@@ -60,10 +60,14 @@ def test_measures_by_hand():
     assert agreement[1] == 0
 
 
+def configs_of(traces, settings, **given):
+    return {setting: setting.config(longest(traces), **given) for setting in settings}
+
+
 def test_the_full_cache_has_no_gap(model):
     """Exactly: it is compared with itself."""
     traces = traces_of(3, 30)
-    (values,) = replay(model, traces, [Setting("full")], "none").values()
+    (values,) = replay(model, traces, configs_of(traces, [Setting("full")]), "none").values()
     assert values.shape == (4, 2, 40)
     assert values[0].eq(0).all() and values[1].eq(0).all() and values[2:].eq(1).all()
 
@@ -80,8 +84,8 @@ def test_a_budget_for_everything_has_no_gap(model, recent):
     if recent is not None:  # too short for two blocks
         names = [name for name in names if not POLICIES[name].blocks]
     settings = [Setting(name, 200, recent) for name in names]
-    given = dict(calibration=tiny.calibration(4))
-    for setting, values in replay(model, traces, settings, "none", **given).items():
+    configs = configs_of(traces, settings, calibration=tiny.calibration(4))
+    for setting, values in replay(model, traces, configs, "none").items():
         assert values[:2].eq(0).all() and values[2:].eq(1).all(), setting
 
 
@@ -116,7 +120,7 @@ def test_the_gap_of_streaming_is_that_of_a_sliding_window(model, folder, compile
     gap = (full.gather(2, target) - window.gather(2, target))[..., 0]
     kl = (full.exp() * (full - window)).sum(-1)
     setting = WithoutSinks("streaming", budget, 2)
-    values = replay(model, traces, [setting], compile_mode, positions)[setting]
+    values = replay(model, traces, configs_of(traces, [setting]), compile_mode, positions)[setting]
     # RoPE's cosines are float32 here, whatever the model's type.
     torch.testing.assert_close(values[0], gap, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(values[1], kl, rtol=1e-4, atol=1e-5)
@@ -129,7 +133,8 @@ def test_blocks_end_where_they_do_in_generation(model, monkeypatch, policy):
     """After each token that makes the length of some row a multiple of the lag."""
     ends = []
     monkeypatch.setattr(Engine, "end_block", lambda self: ends.append(self.cache.length.tolist()))
-    replay(model, traces_of(3, 6, n_tokens=40), [Setting(policy, 32)], "none")  # lag 4
+    traces = traces_of(3, 6, n_tokens=40)
+    replay(model, traces, configs_of(traces, [Setting(policy, 32)]), "none")  # lag 4
     assert ends == [[n + 3, n + 6] for n in range(1, 41) if (n + 3) % 4 == 0 or (n + 6) % 4 == 0]
 
 
