@@ -3,6 +3,7 @@
 
     python scripts/benchmark.py [--parts length,policies,peers,compile] [--output benchmark.json]
     python scripts/benchmark.py --policies all   # the step of every policy, baselines included
+    python scripts/benchmark.py --parts labels   # label_importance.py, against a fresh prefill
 
 Batch 1, greedy, the checkpoint's own weights in float32 on a CPU (bfloat16 on CUDA). Times of
 things that are compared alternate in short rounds of one process, and a ratio is the median over
@@ -36,9 +37,18 @@ from generate import (  # noqa: E402
     synchronize,
     weight_bytes,
 )
+from label_importance import (  # noqa: E402
+    Answerer,
+    Reader,
+    Window,
+    attention_matrix,
+    cut_windows,
+    effect_matrix,
+)
 from model import Transformer  # noqa: E402
 
 PEER_TOKENS = 32  # that transformers generates a round
+LABEL_TOKENS, ANSWER_TOKENS = 1500, 128  # of the text that is labelled, and of its answers
 TEXT = "A river begins as a trickle in the hills and grows with every stream that joins it. "
 
 
@@ -237,6 +247,61 @@ def compare_lengths(model: Transformer, budget: int) -> dict:
     }
 
 
+def compare_labels(model: Transformer) -> dict:
+    """Labels of the windows in the middle of a text, against a fresh prefill for each of them.
+
+    A window in the middle takes as long as the mean over the text. Attention and effects come for
+    all windows at once.
+    """
+    windows = cut_windows(0, LABEL_TOKENS, 32, 16)
+    middle = len(windows) // 2
+    batch = windows[max(0, middle - 8) : middle + 8]
+    tokens = make_prompt(model, LABEL_TOKENS)
+    reader = Reader(model, tokens)
+    answerers = {
+        n_rows: Answerer(reader, LABEL_TOKENS, n_rows, ANSWER_TOKENS) for n_rows in (1, len(batch))
+    }
+
+    def loss(windows: list[Window], start: int | None = None) -> None:
+        reader.loss_increases(windows, reader.occlude(windows, None, start))
+
+    def flip(windows: list[Window], start: int | None = None) -> None:
+        suffix = reader.occlude(windows, None, start)
+        answerers[len(windows)].answers(windows, suffix, drops=True)
+
+    contenders = {
+        "loss, fresh prefill": (1, lambda: loss([windows[middle]], 0)),
+        "loss": (len(batch), lambda: loss(batch)),
+        "attention": (len(windows), lambda: attention_matrix(model, tokens)),
+        "effect": (len(windows), lambda: effect_matrix(model, tokens)),
+        "flip, fresh prefill": (1, lambda: flip([windows[middle]], 0)),
+        "flip": (len(batch), lambda: flip(batch)),
+    }
+    seconds = alternate({name: timed(*one) for name, one in contenders.items()}, rounds=3)
+    return {
+        name: {
+            "seconds_per_window": statistics.median(times),
+            "times_faster": ratio(seconds[fresh_of(name)], times),
+        }
+        for name, times in seconds.items()
+    }
+
+
+def fresh_of(name: str) -> str:
+    return f"{'flip' if name.startswith('flip') else 'loss'}, fresh prefill"
+
+
+def timed(n_windows: int, run: Callable[[], object]) -> Callable[[], float]:
+    """Seconds of a run for each of its windows."""
+
+    def measure() -> float:
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) / n_windows
+
+    return measure
+
+
 def measure_compilation(checkpoint: Path, budget: int) -> dict:
     """Seconds to compile all of a run's decode steps in new processes, without and with a cache."""
     with tempfile.TemporaryDirectory() as cache:
@@ -317,6 +382,7 @@ def main() -> None:
         ),
         "length": lambda: compare_lengths(model, args.budget),
         "compile": lambda: measure_compilation(args.checkpoint, args.budget),
+        "labels": lambda: compare_labels(model),
     }
     default = "policies" if args.policies else "length,policies,peers,compile"
     names = (args.parts or default).split(",")

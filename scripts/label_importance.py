@@ -265,14 +265,18 @@ class Reader:
         return torch.cat(parts) if parts else x.new_zeros(0)
 
     @torch.no_grad()
-    def occlude(self, windows: list[Window], filler: Tensor | None) -> Suffix:
+    def occlude(
+        self, windows: list[Window], filler: Tensor | None, start: int | None = None
+    ) -> Suffix:
         """Read the text with a window taken away in each row.
 
-        filler: tokens [size] to put in a window's place; None drops it after it was read.
+        filler: tokens [size] to put in a window's place; None drops it after it was read. start:
+        where to begin; None is where the first window changes something.
         """
         drops = filler is None
-        # With the last token before a drop, which tells the one after: `Answerer` wants it.
-        start = min(window.gone - 1 if drops else window.begin for window in windows)
+        if start is None:
+            # With the last token before a drop, which tells the one after: `Answerer` wants it.
+            start = min(window.gone - 1 if drops else window.begin for window in windows)
         n_rows, n_tokens = len(windows), len(self.tokens)
         ids = self.tokens[start:].expand(n_rows, -1).clone()  # [W, T]
         key = torch.arange(n_tokens, device=ids.device)

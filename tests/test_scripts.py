@@ -1199,6 +1199,35 @@ def test_the_benchmark_prints_tables_and_writes_json(monkeypatch, tmp_path, caps
     assert titles == ["budget 32, tiny-model", "length", "policies"]
 
 
+def test_labels_are_timed_by_the_window(monkeypatch, tmp_path):
+    """With a clock that counts calls, all 4 windows of 60 tokens come at once but for the fresh."""
+    monkeypatch.setattr(benchmark, "LABEL_TOKENS", 60)
+    monkeypatch.setattr(benchmark, "ANSWER_TOKENS", 4)
+    clock = itertools.count()
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
+    starts = []
+    occlude = benchmark.Reader.occlude
+
+    def noting(self, windows, filler, start=None):
+        starts.append((len(windows), start))
+        return occlude(self, windows, filler, start)
+
+    monkeypatch.setattr(benchmark.Reader, "occlude", noting)
+    file = run_benchmark(monkeypatch, tmp_path, "labels")
+    rows = json.loads(file.read_text(encoding="utf-8"))["labels"]
+    assert list(rows) == [
+        *("loss, fresh prefill", "loss", "attention", "effect"),
+        *("flip, fresh prefill", "flip"),
+    ]
+    assert (
+        rows["loss, fresh prefill"]["times_faster"]
+        == 1
+        == rows["attention"]["seconds_per_window"] * 4
+    )
+    assert rows["loss"]["times_faster"] == rows["effect"]["times_faster"] == 4
+    assert {*starts} == {(1, 0), (4, None)}
+
+
 def test_an_unknown_part_of_the_benchmark_is_told(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
         run_benchmark(monkeypatch, tmp_path, "length,speed")
