@@ -184,9 +184,24 @@ def choose_bands(correlation: list[float]) -> Bands:
 
 def band_score(change: Tensor, bands: Bands, window: int) -> Tensor:
     """What the policy with these bands gives each token, from g [N, L]. [N, 1]"""
-    means = [change[:, band].mean(1) for band in (bands.band_a, bands.band_b)]
-    z = over_window(torch.stack(means, dim=1), window, rolling_zscore)
-    return (bands.weight_a * z[:, 0] - bands.weight_b * z[:, 1])[:, None]
+    return difference(over_window(band_means(change, bands), window, rolling_zscore), bands)
+
+
+def band_means(change: Tensor, bands: Bands) -> Tensor:
+    """[N, 2]"""
+    return torch.stack([change[:, band].mean(1) for band in (bands.band_a, bands.band_b)], dim=1)
+
+
+def difference(x: Tensor, bands: Bands) -> Tensor:
+    """[N, 1] of the two bands' x [N, 2]."""
+    return x @ torch.tensor([[bands.weight_a], [-bands.weight_b]], dtype=x.dtype)
+
+
+def trend(scores: list[Tensor]) -> float:
+    """Correlation of scores [N, 1] with position, mean over texts."""
+    return statistics.mean(
+        spearman(score, torch.arange(len(score)).double()).item() for score in scores
+    )
 
 
 def over_window(change: Tensor, window: int, statistic) -> Tensor:
@@ -415,6 +430,10 @@ def calibrate(first: list[Text], second: list[Text], window: int) -> dict:
         "verdict": "\n".join(f"{name}: {words}" for name, (_, words) in verdicts.items()),
         "chosen_on": [text.trace.id for text in first],
         "checked_on": [text.trace.id for text in second],
+        "trend": {
+            "raw": trend([difference(band_means(text.changes, bands), bands) for text in second]),
+            "z-score": trend([band_score(text.changes, bands, window) for text in second]),
+        },
         "checked": {name: evidence.as_dict() for name, evidence in checked.items()},
         "correlation": correlations([*first, *second], window),
     }

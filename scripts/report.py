@@ -4,8 +4,10 @@
     python scripts/report.py   # scripts/results/ -> scripts/RESULTS.md
 
 The folder of results holds the output folders `fidelity`, `cache-length` (fidelity with positions
-that stop at the budget) and `passkey`, and the files `memory-*.json`. Nothing on the page is
-written by hand: to change a number, run what made it.
+that stop at the budget) and `passkey`, and the files `memory-*.json`; and, where there is a
+calibration, `calibration/first.json` and `second.json`, by the half of the problems on which they
+were chosen, and `held-out-first` and `held-out-second`, fidelity of each to the other half's
+traces. Nothing on the page is written by hand: to change a number, run what made it.
 """
 
 import json
@@ -29,6 +31,7 @@ from tables import markdown, t_interval  # noqa: E402
 
 Results = dict[Setting, list[dict]]
 CONTROL = "streaming"  # what every policy has to beat
+HALVES = ("first", "second")  # of the problems, on which a calibration was chosen
 GIB = 2**30
 
 TRACES = (
@@ -93,28 +96,35 @@ def loss_gap(records: list[dict]) -> float:
     return mean_and_error([*values_of(records, "loss_gap").values()])[0]
 
 
-def fidelity_table(results: Results, control: list[dict]) -> str:
-    """The settings of one budget, nearest to the full cache first."""
+Rows = dict[tuple[str, str], list[dict]]  # by name and slot map
+
+
+def rows_of(results: Results) -> Rows:
+    return {(setting.line, setting.slot_map): records for setting, records in results.items()}
+
+
+def fidelity_table(results: Rows, control: list[dict]) -> str:
+    """The rows of one budget, nearest to the full cache first."""
     titles = ["policy", "slot map", "loss gap, nats", f"less {CONTROL}'s (95 % interval)"]
     titles += ["KL, nats", "same likeliest token", "slots held"]
     rows = []
-    for setting, records in sorted(results.items(), key=lambda item: loss_gap(item[1])):
+    for names, records in sorted(results.items(), key=lambda item: loss_gap(item[1])):
         mean, low, high = difference(records, control)
         against = f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
         cells = [cell([*values_of(records, m).values()]) for m in ("loss_gap", "kl", "agreement")]
         held = mean_and_error([*values_of(records, "held").values()])[0]
-        rows.append([setting.line, setting.slot_map, cells[0], against, *cells[1:], f"{held:.0%}"])
+        rows.append([*names, cells[0], against, *cells[1:], f"{held:.0%}"])
     return markdown(titles, rows)
 
 
-def verdict(results: Results, control: list[dict]) -> str:
-    """Which settings of one budget are nearer to the full cache than the control, which farther."""
+def verdict(results: Rows, control: list[dict]) -> str:
+    """Which rows of one budget are nearer to the full cache than the control, which farther."""
     signs: dict[str, list[str]] = {"nearer": [], "farther": [], "as near as can be told": []}
-    for setting, records in results.items():
-        if setting.policy != CONTROL:
+    for (name, _), records in results.items():
+        if name != CONTROL:
             _, low, high = difference(records, control)
             sign = "nearer" if high < 0 else "farther" if low > 0 else "as near as can be told"
-            signs[sign].append(f"`{setting.line}`")
+            signs[sign].append(f"`{name}`")
     parts = [f"{sign}: {', '.join(names) or 'none'}" for sign, names in signs.items()]
     return f"Than `{CONTROL}`, {'; '.join(parts)}."
 
@@ -143,8 +153,8 @@ def fidelity_section(folder: Path, page: Path) -> str:
         f"![Loss gap against budget]({relative(folder / 'loss_gap.png', page)})",
     ]
     for budget in budgets_of(results):
-        found = at_budget(results, budget)
-        control = found[Setting(CONTROL, budget)]
+        found = rows_of(at_budget(results, budget))
+        control = found[CONTROL, "shared"]
         parts += [f"### Budget {budget}", verdict(found, control), fidelity_table(found, control)]
     return "\n\n".join(parts)
 
@@ -221,6 +231,76 @@ def memory_cell(row: dict) -> str:
     return text
 
 
+# Calibration -----------------------------------------------------------------------------------
+
+
+def calibration_section(source: Path, page: Path) -> str:
+    """What was chosen on each half of the problems, and how it does on the other."""
+    folder = source / "calibration"
+    chosen = [json.loads((folder / f"{half}.json").read_text("utf-8")) for half in HALVES]
+    rows = [
+        [f"{half} half: {name}", *correlation_cells(evidence)]
+        for half, one in zip(HALVES, chosen, strict=True)
+        for name, evidence in one["checked"].items()
+    ]
+    bands = [
+        f"Chosen on the {half} half: for a token blocks {blocks(one['band_a'])}, against it"
+        f" {blocks(one['band_b'])}, weights {one['weight_a']:.2f} and {one['weight_b']:.2f}. On the"
+        f" other half their score goes with a token's position by {one['trend']['raw']:+.2f} from"
+        f" raw changes, by {one['trend']['z-score']:+.2f} from z-scores."
+        for half, one in zip(HALVES, chosen, strict=True)
+    ]
+    plot = relative(folder / f"{HALVES[0]}.png", page)
+    return "\n\n".join(
+        [
+            f"Labels: {chosen[0]['outcome']} (see `label_importance.py`). Correlations are"
+            " Spearman's, within traces, means over the traces of the half that chose nothing.",
+            markdown(["chosen on the", "correlation (95 % interval)", "p"], rows),
+            *bands,
+            f"![Correlation of each block's change with importance]({plot})",
+            *held_out_tables(source),
+        ]
+    )
+
+
+def correlation_cells(evidence: dict) -> list[str]:
+    (mean,), (low,), (high,) = (evidence[name] for name in ("within_trace", "low", "high"))
+    return [f"{mean:+.3f} ({low:+.3f} to {high:+.3f})", f"{evidence['p']:.3f}"]
+
+
+def blocks(band: list[int]) -> str:
+    return f"{band[0]} to {band[-1]}" if len(band) > 1 else str(band[0])
+
+
+def held_out_tables(source: Path) -> list[str]:
+    """Fidelity of what was calibrated on one half of the problems to traces of the other."""
+    plain = read_run(source / "fidelity")[1]
+    calibrated: Results = {}
+    for half in HALVES:
+        for setting, records in read_run(source / f"held-out-{half}")[1].items():
+            calibrated.setdefault(setting, []).extend(records)
+    parts = []
+    for budget in budgets_of(calibrated):
+        new = at_budget(calibrated, budget)
+        names = {record["trace"] for records in new.values() for record in records}
+        rows = {
+            name: [record for record in records if record["trace"] in names]
+            for name, records in rows_of(at_budget(plain, budget)).items()
+        }
+        default = rows["epikv", "shared"]
+        for setting, records in new.items():
+            rows[f"{setting.line}, calibrated", setting.slot_map] = records
+        control = rows[CONTROL, "shared"]
+        mean, low, high = difference(new[Setting("epikv", budget)], default)
+        parts += [
+            f"### Held-out traces, budget {budget}",
+            f"`epikv` with calibrated bands less `epikv` with its own, over {len(names)} traces:"
+            f" {mean:+.3f} nats ({low:+.3f} to {high:+.3f}). {verdict(rows, control)}",
+            fidelity_table(rows, control),
+        ]
+    return parts
+
+
 # The page --------------------------------------------------------------------------------------
 
 
@@ -230,6 +310,12 @@ def relative(file: Path, page: Path) -> str:
 
 def write_page(source: Path, page: Path) -> str:
     memory = [memory_section(file, page) for file in sorted(source.glob("memory-*.json"))]
+    calibration = []
+    if (source / "calibration").is_dir():
+        calibration = [
+            "## Calibration: bands and weights of this model",
+            calibration_section(source, page),
+        ]
     parts = [
         "# Results",
         f"Written by `scripts/{Path(__file__).name}` from `{relative(source, page)}/`; how each"
@@ -243,6 +329,7 @@ def write_page(source: Path, page: Path) -> str:
         positions_section(source / "cache-length", source / "fidelity"),
         "## Passkey: what is still known",
         passkey_section(source / "passkey", page),
+        *calibration,
         "## Memory against context length",
         "Peak GiB of model and run, by the account of `memory.py`: a prompt of that length"
         " prefilled and one token decoded, batch 1. Where it was measured too, the rise above the"

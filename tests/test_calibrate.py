@@ -286,6 +286,15 @@ def test_tokens_without_label_do_not_count():
     assert held_out["fit"] > 0.5 > 0.1 > held_out["keys and values"]
 
 
+def test_a_trend_is_told_before_and_after_the_z_score():
+    """Changes that grow along the text, in one band more than in the other."""
+    texts = make_texts(1, {2: 1.0, 7: -1.0})
+    for text in texts:
+        text.changes[:, 2] += torch.arange(len(text.changes)) / 20
+    trend = calibrated_texts(texts)["trend"]
+    assert trend["raw"] > 0.9 and abs(trend["z-score"]) < 0.1
+
+
 def test_noise_fits_nothing():
     """The fit's verdict, in at least 19 of 20 seeds."""
     said = [

@@ -121,6 +121,49 @@ def test_memory_by_length(source):
     assert "(results/memory-tiny.png)" in text
 
 
+@pytest.fixture
+def calibrated(source):
+    """The same with calibrations: each half held out two of the four traces."""
+    (source / "calibration").mkdir()
+    for half, sign, traces in (("first", 1, "01"), ("second", -1, "23")):
+        evidence = {"within_trace": [0.3 * sign], "low": [0.1 * sign], "high": [0.5 * sign]}
+        content = {"band_a": [3, 4, 5], "band_b": [7], "weight_a": 1.0, "weight_b": 0.25}
+        content |= {"outcome": "effect", "trend": {"raw": 0.5, "z-score": -0.125}}
+        content["checked"] = {"bands": evidence | {"p": 0.01}}
+        text = json.dumps(content)
+        (source / "calibration" / f"{half}.json").write_text(text, encoding="utf-8")
+        records = [record("epikv", trace, 0.15 + 0.1 * int(trace)) for trace in traces]
+        records += [record("epikv-fit", trace, 0.1 * int(trace)) for trace in traces]
+        write_run(source / f"held-out-{half}", {}, records)
+    return source
+
+
+def test_calibration_by_hand(calibrated):
+    """Both halves' evidence; and of the held-out traces of both one table beside the rivals."""
+    text = report.calibration_section(calibrated, calibrated.parent / "page.md")
+    assert row_of(text, "first half: bands")[1:] == ["+0.300 (+0.100 to +0.500)", "0.010"]
+    assert row_of(text, "second half: bands")[1] == "-0.300 (-0.100 to -0.500)"
+    assert "for a token blocks 3 to 5, against it 7, weights 1.00 and 0.25" in text
+    assert "by +0.50 from raw changes, by -0.12 from z-scores" in text
+    assert "over 4 traces: +0.050 nats (+0.050 to +0.050)" in text
+    gaps = {row: row_of(text, row)[2] for row in ("epikv", "epikv, calibrated", "random")}
+    assert [gap.split()[0] for gap in gaps.values()] == ["0.2500", "0.3000", "0.3500"]
+    assert row_of(text, "epikv-fit, calibrated")[2:4] == [
+        "0.1500 ± 0.0645",
+        "-0.200 (-0.200 to -0.200)",
+    ]
+    assert "(results/calibration/first.png)" in text
+
+
+def test_the_page_tells_of_a_calibration_where_there_is_one(source, calibrated):
+    text = report.write_page(source, source.parent / "page.md")
+    assert "## Calibration: bands and weights of this model" in text
+    for file in (source / "calibration").iterdir():
+        file.unlink()
+    (source / "calibration").rmdir()
+    assert "Calibration" not in report.write_page(source, source.parent / "page.md")
+
+
 def test_the_command(source, monkeypatch):
     """All sections, in a page beside the results; and a missing part is said in one line."""
     page = source.parent / "page.md"
