@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a text needs each of its parts: importance labels by occlusion.
+"""How much a text needs each of its tokens: importance labels.
 
     python scripts/label_importance.py --traces FILE.jsonl --outcomes loss --fillers drop
 
@@ -536,7 +536,7 @@ def main() -> None:
         delays = parse_numbers(args.delays, "delays")
         if min(delays) < 0:
             raise ValueError(f"delays must be 0 or more, got {args.delays!r}")
-        settings = [(filler, delay) for filler in fillers for delay in delays]
+        settings = list(dict.fromkeys((filler, delay) for filler in fillers for delay in delays))
         records = read_records(args.traces, dict.fromkeys(("id", "prompt", "trace"), str))
         model = load_model(args)
         for filler in fillers:
