@@ -97,10 +97,7 @@ class Calibration:
         """From a JSON file. Raises OSError, and ValueError for one that is no calibration."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (  # what is not there, what is no number, one beyond a float, deep nesting
-            *(AttributeError, LookupError, TypeError),
-            *(ValueError, OverflowError, RecursionError),
-        ) as error:
+        except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(f"{path} is no calibration ({reason}); see calibrate.py") from None
 

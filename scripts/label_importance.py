@@ -314,6 +314,7 @@ class Reader:
 class Answerer:
     """Greedy continuations of a text from `end` on, of several rows together."""
 
+    @torch.no_grad()  # as in `answers`, or its steps would compile anew
     def __init__(
         self, reader: Reader, end: int, n_rows: int, n_answer: int, compile_mode: str = "blocks"
     ):

@@ -281,20 +281,20 @@ def held_out_tables(source: Path) -> list[str]:
             calibrated.setdefault(setting, []).extend(records)
     parts = []
     for budget in budgets_of(calibrated):
-        new = at_budget(calibrated, budget)
-        names = {record["trace"] for records in new.values() for record in records}
-        rows = {
-            name: [record for record in records if record["trace"] in names]
-            for name, records in rows_of(at_budget(plain, budget)).items()
-        }
-        default = rows["epikv", "shared"]
-        for setting, records in new.items():
+        rows = rows_of(at_budget(plain, budget))
+        for setting, records in at_budget(calibrated, budget).items():
             rows[f"{setting.line}, calibrated", setting.slot_map] = records
+        found = [{record["trace"] for record in records} for records in rows.values()]
+        common = set.intersection(*found)
+        rows = {
+            name: [record for record in records if record["trace"] in common]
+            for name, records in rows.items()
+        }
         control = rows[CONTROL, "shared"]
-        mean, low, high = difference(new[Setting("epikv", budget)], default)
+        mean, low, high = difference(rows["epikv, calibrated", "shared"], rows["epikv", "shared"])
         parts += [
             f"### Held-out traces, budget {budget}",
-            f"`epikv` with calibrated bands less `epikv` with its own, over {len(names)} traces:"
+            f"`epikv` with calibrated bands less `epikv` with its own, over {len(common)} traces:"
             f" {mean:+.3f} nats ({low:+.3f} to {high:+.3f}). {verdict(rows, control)}",
             fidelity_table(rows, control),
         ]

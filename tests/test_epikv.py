@@ -1717,9 +1717,9 @@ BAD_CALIBRATIONS = {
     "no age": (without("fit", "log_age"), "'log_age'"),
     "an unknown feature": (
         spoiled(fit=asdict(tiny.calibration(4).fit)).replace(b'"change"', b'"charge"'),
-        "'charge'",
+        "'change'",
     ),
-    "a fit that is a list": (without("fit")[:-1] + b', "fit": [1]}', "AttributeError"),
+    "a fit that is a list": (without("fit")[:-1] + b', "fit": [1]}', "TypeError"),
     "too few weights": (spoiled(key_norm=[1, 2, 3]), "3 weights for 4 blocks"),
     "too many weights": (spoiled(change=[1] * 5), "5 weights for 4 blocks"),
     "another number of blocks": (spoiled(n_layers=5), "4 weights for 5 blocks"),
