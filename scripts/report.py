@@ -6,8 +6,8 @@
 The folder of results holds the output folders `fidelity`, `cache-length` (fidelity with positions
 that stop at the budget) and `passkey`, and the files `memory-*.json`; and, where there is a
 calibration, `calibration/first.json` and `second.json`, by the half of the problems on which they
-were chosen, and `held-out-first` and `held-out-second`, fidelity of each to the other half's
-traces. Nothing on the page is written by hand: to change a number, run what made it.
+were chosen, `held-out-first` and `held-out-second`, fidelity of each to the other half's traces,
+and `passkey-calibrated`. Nothing on the page is written by hand: to change a number, run what made it.
 """
 
 import json
@@ -259,6 +259,8 @@ def calibration_section(source: Path, page: Path) -> str:
             *bands,
             f"![Correlation of each block's change with importance]({plot})",
             *held_out_tables(source),
+            "### Recall of planted facts, calibrated on the first half",
+            passkey.table(read_run(source / "passkey-calibrated")[1]),
         ]
     )
 

@@ -140,6 +140,9 @@ def calibrated(source):
         records += [record("epikv-fit", trace, 0.1 * int(trace)) for trace in traces]
         records.append(record("epikv-fit", f"only in the {half}", 9.0))
         write_run(source / f"held-out-{half}", {}, records)
+    answer = {"policy": "epikv-fit", "budget": 64, "recent": None, "trial": 0, "distance": 100}
+    answers = [answer | {"answer": "1234", "found": found} for found in ("1234", "1234", "9", "9")]
+    write_run(source / "passkey-calibrated", {}, answers)
     return source
 
 
@@ -161,6 +164,7 @@ def test_calibration_by_hand(calibrated):
         "-0.200 (-0.200 to -0.200)",
     ]
     assert "(results/calibration/first.png)" in text
+    assert row_of(text, "epikv-fit, 64")[2].startswith("50% (")
 
 
 def test_the_page_tells_of_a_calibration_where_there_is_one(source, calibrated):
