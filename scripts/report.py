@@ -7,7 +7,8 @@ The folder of results holds the output folders `fidelity`, `cache-length` (fidel
 that stop at the budget) and `passkey`, and the files `memory-*.json`; and, where there is a
 calibration, `calibration/first.json` and `second.json`, by the half of the problems on which they
 were chosen, `held-out-first` and `held-out-second`, fidelity of each to the other half's traces,
-and `passkey-calibrated`. Nothing on the page is written by hand: to change a number, run what made it.
+and `passkey-calibrated`. Nothing on the page is written by hand: to change a number, run what made
+it.
 """
 
 import json
