@@ -69,6 +69,7 @@ class Calibration:
     window: tokens in the rolling statistics.
     band_a, band_b, weight_a, weight_b: blocks that count for and against a token, and how much.
     fit: the weights of `epikv-fit`.
+    recent: the share of the budget that its recency window takes.
 
     Raises ValueError where they do not go together.
     """
@@ -80,6 +81,7 @@ class Calibration:
     weight_a: float
     weight_b: float
     fit: FitWeights
+    recent: float
 
     def __post_init__(self):
         *by_block, log_age = astuple(self.fit)
@@ -91,6 +93,8 @@ class Calibration:
             raise ValueError("a weight is not finite")
         if not (self.band_a and self.band_b):
             raise ValueError("a band names no block")
+        if not 0 <= self.recent < 1:
+            raise ValueError(f"recent is a share of the budget, got {self.recent}")
 
     @classmethod
     def read(cls, path: str | Path) -> "Calibration":
@@ -113,6 +117,7 @@ class Calibration:
             float(found["weight_a"]),
             float(found["weight_b"]),
             FitWeights(*(tuple(map(float, weights)) for weights in by_block), float(log_age)),
+            float(found["recent"]),
         )
 
 
@@ -125,13 +130,14 @@ class EvictionConfig:
     sinks: the first tokens of a row, never evicted (StreamingLLM, arXiv:2309.17453). Leave at 4
         unless the model was trained with other attention sinks.
     recent: the last tokens of a row, never evicted. None means min(128, budget // 4), or more where
-        the policy's blocks need it. Raising it moves any policy towards `streaming`.
+        the policy's blocks need it; for `epikv-fit` the calibration's share of the budget. Raising
+        it moves any policy towards `streaming`.
     window: tokens in the rolling statistics of a score. None means the calibration's, else the
         paper's 64.
     band_a, band_b: 0-based blocks whose residual change counts for and against a token. None means
         the policy's own, scaled from 32 blocks to the model's depth.
     calibration: the model's own bands, their weights and the window, where the policy has bands and
-        the fields here are None, and the weights of `epikv-fit`.
+        the fields here are None, and the weights and recency window of `epikv-fit`.
     seed: of the policy `random`.
     lag: tokens in a block of the block-wise policies (LagKV's lag). None means
         min(128, budget // 8).
@@ -627,6 +633,13 @@ class EpiKVFit(Policy):
     def check(cls, config: EvictionConfig) -> None:
         if config.calibration is None:
             raise ValueError("policy 'epikv-fit' needs a calibration; see scripts/calibrate.py")
+
+    @classmethod
+    def default_recent(cls, config: EvictionConfig) -> int:
+        if config.calibration is None:
+            return super().default_recent(config)  # until `check` refuses it
+        recent = int(config.calibration.recent * config.budget)
+        return max(0, min(recent, config.budget - config.sinks - 1))
 
     def __init__(self, config: EvictionConfig, shape: CacheShape):
         super().__init__(config, shape)

@@ -174,7 +174,7 @@ def compare_peers(model: Transformer, checkpoint: Path, budget: int) -> dict:
 def any_calibration(n_layers: int) -> Calibration:
     """One of a model of `n_layers` blocks: the time of a step does not depend on the weights."""
     fit = FitWeights(*[(0.5,) * n_layers] * 6, log_age=0.5)
-    return Calibration(n_layers, 64, (0,), (n_layers - 1,), 1.0, 1.0, fit)
+    return Calibration(n_layers, 64, (0,), (n_layers - 1,), 1.0, 1.0, fit, 0.25)
 
 
 def policy_settings(names: str, n_layers: int = 1) -> dict[str, dict]:

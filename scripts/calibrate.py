@@ -10,7 +10,8 @@ l the change g_l(t) = ||h_l(t) - h_l(t-1)||_2 is correlated (Spearman) with the 
 trace and pooled over all: raw, as a rolling mean, and as the z-score that the policies use; bands
 are where it is largest and lowest. The score of the policy `epikv-fit` is a ridge regression of the
 labels on its features and on the logarithm of the labels' delays; then, of several weights of a
-token's age, the one is taken under which replayed traces lose least (see `fidelity.py`).
+token's age, and of several recency windows, those are taken under which replayed traces lose least
+(see `fidelity.py`).
 
 All is chosen on one half of the problems and checked on the other: the verdicts are about those
 traces alone, and --held-out writes them to a file, to go on with in `fidelity.py`. Circular shifts
@@ -56,6 +57,7 @@ from tables import t_interval  # noqa: E402
 
 N_SHIFTS = 999
 AGES = (0.0, -0.5, -1.0, -1.5, -2.0, -3.0)  # weights of log(1 + age), in deviations of the score
+RECENTS = (0.25, 0.125, 0.375, 0.5, 0.625, 0.75)  # shares of the budget, the first until tuned
 N_PARTS = 4  # of the problems, to choose a ridge
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of a ridge, beside the variance of a feature
 
@@ -305,12 +307,13 @@ def fit_weights(texts: list[Text], columns: Tensor) -> Tensor:
     return ridge(data, columns, strength)
 
 
-def tune_age(
+def tune(
     model: Transformer, texts: list[Text], calibration: Calibration, budget: int
-) -> tuple[Calibration, dict[float, float]]:
-    """The calibration with the best of several weights of age; the loss gap [nats] under each.
+) -> tuple[Calibration, dict]:
+    """The calibration with the best weight of age, then with the best recency window.
 
-    Replayed are the traces as long as their median, so many tokens of each.
+    Also the loss gaps [nats] under each of them, by name. Replayed are the traces as long as their
+    median, so many tokens of each.
     """
     *by_block, _ = astuple(calibration.fit)
     weights = torch.tensor(by_block, dtype=torch.float64).flatten()
@@ -318,17 +321,25 @@ def tune_age(
     n_tokens = statistics.median_high(len(text.trace.tokens) for text in texts)
     traces = [text.trace for text in texts if len(text.trace.tokens) >= n_tokens]
     traces = [replace(trace, tokens=trace.tokens[:n_tokens]) for trace in traces]
-    tuned = {
-        age: replace(calibration, fit=replace(calibration.fit, log_age=rounded(age * deviation)))
-        for age in AGES
-    }
+    ages = [rounded(age * deviation) for age in AGES]
+    aged = {age: replace(calibration, fit=replace(calibration.fit, log_age=age)) for age in ages}
+    calibration, by_age = least_loss(model, traces, aged, budget)
+    windowed = {recent: replace(calibration, recent=recent) for recent in RECENTS}
+    calibration, by_recent = least_loss(model, traces, windowed, budget)
+    return calibration, {"age": by_age, "recent": by_recent}
+
+
+def least_loss(
+    model: Transformer, traces: list[Trace], candidates: dict[float, Calibration], budget: int
+) -> tuple[Calibration, dict[float, float]]:
+    """The candidate under which the traces lose least, and the loss gap [nats] under each."""
     configs = {
-        age: EvictionConfig(budget, "epikv-fit", calibration=one) for age, one in tuned.items()
+        value: EvictionConfig(budget, "epikv-fit", calibration=calibration)
+        for value, calibration in candidates.items()
     }
     found = replay(model, traces, configs, compile_mode="none")
-    gaps = {age: values[0].mean().item() for age, values in found.items()}
-    best = min(gaps, key=gaps.__getitem__)
-    return tuned[best], {tuned[age].fit.log_age: rounded(gap) for age, gap in gaps.items()}
+    gaps = {value: rounded(values[0].mean().item()) for value, values in found.items()}
+    return candidates[min(gaps, key=gaps.__getitem__)], gaps
 
 
 def as_fit(weights: Tensor) -> FitWeights:
@@ -355,7 +366,9 @@ def read_signals(model: Transformer, tokens: list[int], window: int) -> tuple[Te
     """
     n_layers = model.config.n_layers
     cache = model.new_cache(EvictionConfig(full_budget(len(tokens)), "full"))
-    nothing = Calibration(n_layers, window, (0,), (0,), 0, 0, as_fit(torch.zeros(6 * n_layers + 1)))
+    nothing = Calibration(
+        n_layers, window, (0,), (0,), 0, 0, as_fit(torch.zeros(6 * n_layers + 1)), 0
+    )
     policy = model.new_cache(EvictionConfig(64, "epikv-fit", calibration=nothing)).policy
 
     def view(start: int) -> SharedPrefix:
@@ -426,6 +439,7 @@ def calibrate(first: list[Text], second: list[Text], window: int) -> dict:
     return asdict(bands) | {
         "window": window,
         "fit": asdict(as_fit(weights)),
+        "recent": RECENTS[0],
         "reliable": {name: reliable for name, (reliable, _) in verdicts.items()},
         "verdict": "\n".join(f"{name}: {words}" for name, (_, words) in verdicts.items()),
         "chosen_on": [text.trace.id for text in first],
@@ -473,7 +487,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--outcome", default="effect", help=f"of {', '.join(OUTCOMES)} (default: effect)")
     add("--filler", default="drop", help="of the labels (default: drop)")
     add("--window", type=int, default=64, help="tokens in a score's statistics (default: 64)")
-    add("--budget", type=int, default=128, help="under which age is weighed (default: 128)")
+    add("--budget", type=int, default=128, help="that age and recency are tuned in (default: 128)")
     add("--swap", action="store_true", help="choose on the half that otherwise checks")
     add("--held-out", type=Path, help="a file for the traces that chose nothing")
     add("--output", type=Path, default=Path("calibration.json"), help="default: calibration.json")
@@ -504,10 +518,8 @@ def main() -> None:
                 "all traces are on one problem; two are needed: to choose and to check"
             )
         result = {"n_layers": model.config.n_layers} | calibrate(first, second, args.window)
-        calibration, result["age"] = tune_age(
-            model, first, Calibration.from_dict(result), args.budget
-        )
-        result["fit"]["log_age"] = calibration.fit.log_age
+        tuned, gaps = tune(model, first, Calibration.from_dict(result), args.budget)
+        result |= {"fit": asdict(tuned.fit), "recent": tuned.recent, "tuned": gaps}
         described = describe(args, model) | {"outcome": args.outcome, "budget": args.budget}
         args.output.write_text(json.dumps(described | result) + "\n", encoding="utf-8")
         plot(result, args.output.with_suffix(".png"))

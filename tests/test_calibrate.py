@@ -30,7 +30,7 @@ from calibrate import (
     regression,
     ridge,
     spearman,
-    tune_age,
+    tune,
     verdict,
 )
 from epikv import Calibration, EvictionConfig, rolling_mean, rolling_zscore
@@ -184,7 +184,7 @@ def test_features_are_those_that_the_cache_scores_by(folder, monkeypatch):
     tokens = torch.randint(256, (50,), generator=torch.Generator().manual_seed(0)).tolist()
     _, features = read_signals(model, tokens, window=8)
     weights = torch.randn(6 * 3 + 1, generator=torch.Generator().manual_seed(1))
-    calibration = Calibration(3, 8, (0,), (1,), 1.0, 1.0, as_fit(weights))
+    calibration = Calibration(3, 8, (0,), (1,), 1.0, 1.0, as_fit(weights), 0.25)
     cache = model.new_cache(EvictionConfig(64, "epikv-fit", calibration=calibration))
     with torch.no_grad():
         model.prefill(torch.tensor([tokens]), cache)
@@ -319,25 +319,36 @@ def test_the_weight_of_age_is_the_one_that_loses_least(folder, monkeypatch):
         for trace, feature in zip(traces, features, strict=True)
     ]
     weights = torch.randn(19, generator=generator)
-    calibration = Calibration(3, 64, (0,), (1,), 1.0, 1.0, as_fit(weights))
-    asked = []
+    calibration = Calibration(3, 64, (0,), (1,), 1.0, 1.0, as_fit(weights), 0.25)
+    asked, tried = [], []
 
     def replay(model, traces, configs, compile_mode):
-        asked.extend(traces)
-        assert all(
-            (config.budget, config.policy) == (16, "epikv-fit") for config in configs.values()
+        asked.append([(trace.id, len(trace.tokens)) for trace in traces])
+        tried.append(
+            [(config.calibration.fit.log_age, config.recent) for config in configs.values()]
         )
-        return {age: torch.full((4, 1, 2), 1.0 if age != -1.5 else 0.5) for age in configs}
+        assert {(config.budget, config.policy) for config in configs.values()} == {
+            (16, "epikv-fit")
+        }
+        gaps = [1.0] * 6
+        gaps[3] = 0.5
+        return {name: torch.full((4, 1, 2), gap) for name, gap in zip(configs, gaps, strict=True)}
 
     monkeypatch.setattr("calibrate.replay", replay)
-    tuned, gaps = tune_age(model, texts, calibration, 16)
+    tuned, gaps = tune(model, texts, calibration, 16)
     # The median of four lengths is 50, the higher one: two are long enough, and cut.
-    assert [(trace.id, len(trace.tokens)) for trace in asked] == [("2", 50), ("3", 50)]
+    assert asked == [[("2", 50), ("3", 50)]] * 2
     deviation = (torch.cat(features) @ weights[:-1]).std().item()
-    assert tuned.fit.log_age == pytest.approx(-1.5 * deviation, rel=1e-3)
-    assert replace(tuned.fit, log_age=0.0) == replace(calibration.fit, log_age=0.0)
-    assert sorted(gaps) == pytest.approx([a * deviation for a in (-3, -2, -1.5, -1, -0.5, 0)], 1e-3)
-    assert sorted(gaps.values()) == [0.5, 1, 1, 1, 1, 1]
+    ages = pytest.approx([a * deviation for a in (0, -0.5, -1, -1.5, -2, -3)], 1e-3)
+    assert [age for age, _ in tried[0]] == ages == [*gaps["age"]]
+    assert tried[0][0][1] == 4 and len({recent for _, recent in tried[0]}) == 1
+    # The recency windows are tried with the best age.
+    assert tried[1] == [(tuned.fit.log_age, recent) for recent in (4, 2, 6, 8, 10, 11)]
+    assert [*gaps["recent"]] == [0.25, 0.125, 0.375, 0.5, 0.625, 0.75]
+    assert tuned.fit.log_age == pytest.approx(-1.5 * deviation, rel=1e-3) and tuned.recent == 0.5
+    untuned = replace(tuned, recent=0.25, fit=replace(tuned.fit, log_age=calibration.fit.log_age))
+    assert untuned == calibration
+    assert [*gaps["age"].values()] == [*gaps["recent"].values()] == [1, 1, 1, 0.5, 1, 1]
 
 
 def test_the_command(folder, tmp_path, monkeypatch, capsys):
@@ -377,7 +388,10 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
     assert result["chosen_on"] == ["0", "1", "4", "5"] and result["checked_on"] == ["2", "3"]
     held_out = (tmp_path / "held-out.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in held_out] == records[2:4]
-    assert min(result["age"], key=result["age"].get) == str(result["fit"]["log_age"])
+    for name, value in (("age", result["fit"]["log_age"]), ("recent", result["recent"])):
+        gaps = result["tuned"][name]
+        assert min(gaps, key=gaps.get) == str(value)
+    assert calibration.recent == result["recent"]
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--swap"])
     main()
     swapped = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))

@@ -1674,6 +1674,16 @@ def test_a_band_outside_the_calibrated_model_is_refused():
         make_cache(config)
 
 
+@pytest.mark.parametrize("budget, share, recent", [(128, 0.375, 48), (100, 0.25, 25), (8, 0.75, 3)])
+def test_a_calibration_sets_the_recency_window(budget, share, recent):
+    """A share of the budget, rounded down, as far as a slot is left besides it and the sinks."""
+    calibration = replace(tiny.calibration(4), recent=share)
+    config = EvictionConfig(budget, "epikv-fit", calibration=calibration)
+    assert config.recent == recent
+    assert EvictionConfig(budget, calibration=calibration).recent == budget // 4  # of no other
+    assert replace(config, recent=2).recent == 2
+
+
 def test_a_calibration_is_read_as_it_was_written(tmp_path):
     """To the last digit; what else the file tells is left alone, and whole numbers are numbers."""
     path = tmp_path / "calibration.json"
@@ -1735,6 +1745,9 @@ BAD_CALIBRATIONS = {
     "a window in words": (spoiled(window="wide"), "'wide'"),
     "a band that is a number": (spoiled(band_a=3), "TypeError"),
     "an empty band": (spoiled(band_a=[]), "a band names no block"),
+    "no recency window": (without("recent"), "'recent'"),
+    "a recency window of all slots": (spoiled(recent=1.0), "recent is a share of the budget"),
+    "a recency window that is NaN": (spoiled(recent=math.nan), "recent is a share of the budget"),
 }
 
 

@@ -116,7 +116,7 @@ def calibration(n_layers: int, seed=0) -> Calibration:
     fit = FitWeights(**{name: draw(n_layers) for name in names}, log_age=-0.8)
     blocks = torch.randperm(n_layers, generator=generator).tolist()
     band_a, band_b = blocks[: max(1, n_layers // 2)], blocks[-max(1, n_layers // 3) :]
-    return Calibration(n_layers, 11, tuple(band_a), tuple(band_b), 0.7, 1.6, fit)
+    return Calibration(n_layers, 11, tuple(band_a), tuple(band_b), 0.7, 1.6, fit, 0.25)
 
 
 def needed(policy: str, n_layers: int) -> dict:
