@@ -29,7 +29,6 @@ its own, [B, L, 1, S], or each head, [B, L, H_kv, S]; below, a map is [B, l, h, 
 """
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -42,24 +41,37 @@ NO_POSITION = -1  # in `SlotCache.position`: the slot is empty
 FAR = torch.iinfo(torch.int64).max  # later than any position
 
 
+Matrix = tuple[tuple[float, ...], ...]
+
+
 @dataclass(frozen=True)
 class FitWeights:
-    """What each feature of a token counts in the score of `epikv-fit`: a weight for each block.
+    """The score of `epikv-fit`: sums over a token's features, of which every head has its mixture.
 
-    change: of the rolling z-score of g_l (see `Tokens`).
-    key_norm, key_variance, value_norm, value_variance: of the natural logarithms of L2 norm and
-        sample variance over channels, meaned over heads.
-    key_similarity: of the cosine to the mean of the normalised keys so far, as in KeyDiff.
-    log_age: one weight, of log(1 + age) when a token may go, age in tokens since it came.
+    What a feature of each block counts in each of R sums, [R, L]:
+    change: the rolling z-score of g_l (see `Tokens`).
+    key_norm, key_variance, value_norm, value_variance: the natural logarithms of L2 norm and sample
+        variance over channels, meaned over heads.
+    key_similarity: the cosine to the mean of the normalised keys so far, as in KeyDiff, likewise.
+    And:
+    heads: what each sum counts for each block and key-value head, [R, L, H_kv].
+    log_age: what log(1 + age) counts when a token may go, age in tokens since it came.
     """
 
-    change: tuple[float, ...]
-    key_norm: tuple[float, ...]
-    key_variance: tuple[float, ...]
-    value_norm: tuple[float, ...]
-    value_variance: tuple[float, ...]
-    key_similarity: tuple[float, ...]
+    change: Matrix
+    key_norm: Matrix
+    key_variance: Matrix
+    value_norm: Matrix
+    value_variance: Matrix
+    key_similarity: Matrix
+    heads: tuple[Matrix, ...]
     log_age: float
+
+    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Weights of the features [R, 6, L], and of the sums [R, L, H_kv]."""
+        *features, heads, _ = astuple(self)
+        by_feature = torch.tensor(features, dtype=dtype).transpose(0, 1)
+        return by_feature, torch.tensor(heads, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -84,12 +96,12 @@ class Calibration:
     recent: float
 
     def __post_init__(self):
-        *by_block, log_age = astuple(self.fit)
-        for weights in by_block:
-            if len(weights) != self.n_layers:
-                raise ValueError(f"{len(weights)} weights for {self.n_layers} blocks")
-        weights = (self.weight_a, self.weight_b, log_age, *sum(by_block, ()))
-        if not all(map(math.isfinite, weights)):
+        by_feature, by_head = self.fit.tensors(torch.float64)  # raises for lists of unequal length
+        if by_feature.shape[2] != self.n_layers or by_head.shape[:2] != by_feature[:, 0].shape:
+            shapes = f"{list(by_feature.shape)} and {list(by_head.shape)}"
+            raise ValueError(f"the fit's weights are {shapes} for {self.n_layers} blocks")
+        others = torch.tensor([self.weight_a, self.weight_b, self.fit.log_age])
+        if not all(weights.isfinite().all() for weights in (by_feature, by_head, others)):
             raise ValueError("a weight is not finite")
         if not (self.band_a and self.band_b):
             raise ValueError("a band names no block")
@@ -108,7 +120,8 @@ class Calibration:
     @classmethod
     def from_dict(cls, found: dict) -> "Calibration":
         """From its fields, lists in place of tuples; whatever else is there does not matter."""
-        *by_block, log_age = (found["fit"][field.name] for field in fields(FitWeights))
+        *features, heads, log_age = (found["fit"][field.name] for field in fields(FitWeights))
+        by_feature = (nested_floats(weights, 2) for weights in features)
         return cls(
             int(found["n_layers"]),
             int(found["window"]),
@@ -116,9 +129,14 @@ class Calibration:
             tuple(map(int, found["band_b"])),
             float(found["weight_a"]),
             float(found["weight_b"]),
-            FitWeights(*(tuple(map(float, weights)) for weights in by_block), float(log_age)),
+            FitWeights(*by_feature, nested_floats(heads, 3), float(log_age)),
             float(found["recent"]),
         )
+
+
+def nested_floats(x, depth: int) -> tuple:
+    """Tuples of tuples of floats from lists of lists of numbers, `depth` deep."""
+    return tuple(nested_floats(y, depth - 1) if depth > 1 else float(y) for y in x)
 
 
 @dataclass(frozen=True)
@@ -625,9 +643,13 @@ class KeyDiff(Policy):
 
 
 class EpiKVFit(Policy):
-    """A calibrated linear score: change after every block, keys, values, and age (`FitWeights`)."""
+    """A calibrated linear score: change after every block, keys, values, and age (`FitWeights`).
+
+    Each head has a score of its own, for what its later queries would miss.
+    """
 
     is_calibrated = reads_kv = True
+    slot_maps = ("head", "shared")
 
     @classmethod
     def check(cls, config: EvictionConfig) -> None:
@@ -643,16 +665,23 @@ class EpiKVFit(Policy):
 
     def __init__(self, config: EvictionConfig, shape: CacheShape):
         super().__init__(config, shape)
-        *weights, self.log_age = astuple(config.calibration.fit)
-        weight = torch.tensor(weights, dtype=shape.score_dtype).flatten()
-        # No buffer: those are state, and reset to zero.
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        by_feature, by_head = config.calibration.fit.tensors(shape.score_dtype)
+        if by_head.shape[2] != shape.n_kv_heads:
+            raise ValueError(
+                f"calibrated was a model of {by_head.shape[2]} key-value heads;"
+                f" this has {shape.n_kv_heads}"
+            )
+        # No buffers: those are state, and reset to zero.
+        self.by_feature = nn.Parameter(by_feature.flatten(1), requires_grad=False)  # [R, 6 L]
+        self.by_head = nn.Parameter(by_head.movedim(0, -1), requires_grad=False)  # [L, H_kv, R]
+        self.log_age = config.calibration.fit.log_age
         self.window = RollingWindow(config.window, shape.n_layers, shape)
         self.key_diff = KeyDiff(config, shape)
 
     def score(self, tokens: Tokens) -> Tensor:
-        # A matrix product would round a row by how many others there are.
-        return (self.features(tokens) * self.weight).sum(-1)
+        # Matrix products would round a row by how many others there are.
+        sums = (self.features(tokens)[:, :, None] * self.by_feature).sum(-1)  # [B, T, R]
+        return (sums[:, None, None] * self.by_head[:, :, None]).sum(-1)
 
     def features(self, tokens: Tokens) -> Tensor:
         """[B, T, 6 L], in the order of `FitWeights`."""

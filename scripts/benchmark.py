@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from baselines import BASELINES, mean_occupancy  # noqa: E402
+from calibrate import N_SUMS  # noqa: E402
 from epikv import POLICIES, Calibration, EvictionConfig, FitWeights  # noqa: E402
 from generate import (  # noqa: E402
     Engine,
@@ -171,16 +172,18 @@ def compare_peers(model: Transformer, checkpoint: Path, budget: int) -> dict:
     }
 
 
-def any_calibration(n_layers: int) -> Calibration:
-    """One of a model of `n_layers` blocks: the time of a step does not depend on the weights."""
-    fit = FitWeights(*[(0.5,) * n_layers] * 6, log_age=0.5)
+def any_calibration(n_layers: int, n_kv_heads: int) -> Calibration:
+    """One of a model of that shape: the time of a step does not depend on the weights."""
+    features = [((0.5,) * n_layers,) * N_SUMS] * 6
+    heads = (((0.5,) * n_kv_heads,) * n_layers,) * N_SUMS
+    fit = FitWeights(*features, heads=heads, log_age=0.5)
     return Calibration(n_layers, 64, (0,), (n_layers - 1,), 1.0, 1.0, fit, 0.25)
 
 
-def policy_settings(names: str, n_layers: int = 1) -> dict[str, dict]:
+def policy_settings(names: str, n_layers: int = 1, n_kv_heads: int = 1) -> dict[str, dict]:
     """Settings of EvictionConfig by name: of "all" policies and variants, or of those listed.
 
-    n_layers: blocks of the model. Raises ValueError for a name that is none.
+    n_layers, n_kv_heads: of the model. Raises ValueError for a name that is none.
     """
     known = {}
     for name, policy in POLICIES.items():
@@ -188,7 +191,8 @@ def policy_settings(names: str, n_layers: int = 1) -> dict[str, dict]:
             known[name] = dict(policy=name)
             for slot_map in policy.slot_maps[1:]:
                 known[f"{name} ({slot_map} map)"] = dict(policy=name, slot_map=slot_map)
-    known["epikv-fit"]["calibration"] = any_calibration(n_layers)
+    for name in ("epikv-fit", "epikv-fit (shared map)"):
+        known[name]["calibration"] = any_calibration(n_layers, n_kv_heads)
     known["lag-kv (previous)"] = dict(policy="lag-kv", lag_reference="previous")
     known["epikv (value reserve 16)"] = dict(policy="epikv", value_reserve=16)
     if names == "all":
@@ -378,7 +382,9 @@ def main() -> None:
     parts = {
         "peers": lambda: compare_peers(model, args.checkpoint, args.budget),
         "policies": lambda: compare_policies(
-            model, args.budget, policy_settings(policies, model.config.n_layers)
+            model,
+            args.budget,
+            policy_settings(policies, model.config.n_layers, model.config.n_kv_heads),
         ),
         "length": lambda: compare_lengths(model, args.budget),
         "compile": lambda: measure_compilation(args.checkpoint, args.budget),

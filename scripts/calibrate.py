@@ -8,10 +8,10 @@
 The labels are those of `label_importance.py`, the traces those they were made from. For every block
 l the change g_l(t) = ||h_l(t) - h_l(t-1)||_2 is correlated (Spearman) with the labels, within each
 trace and pooled over all: raw, as a rolling mean, and as the z-score that the policies use; bands
-are where it is largest and lowest. The score of the policy `epikv-fit` is a ridge regression of the
-labels on its features and on the logarithm of the labels' delays; then, of several weights of a
-token's age, and of several recency windows, those are taken under which replayed traces lose least
-(see `fidelity.py`).
+are where it is largest and lowest. The score of the policy `epikv-fit` is, for each head, a ridge
+regression of a token's effect on what the head's later queries do (as the outcome `effect`, at the
+labels' delays) on its features; then, of several weights of a token's age, and of several recency
+windows, those are taken under which replayed traces lose least (see `fidelity.py`).
 
 All is chosen on one half of the problems and checked on the other: the verdicts are about those
 traces alone, and --held-out writes them to a file, to go on with in `fidelity.py`. Circular shifts
@@ -26,7 +26,7 @@ import json
 import math
 import statistics
 import sys
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -48,7 +48,7 @@ from epikv import (  # noqa: E402
 )
 from fidelity import replay, tokenize_trace  # noqa: E402
 from generate import ArgumentParser, full_budget  # noqa: E402
-from label_importance import OUTCOMES, SharedPrefix, read_chunks  # noqa: E402
+from label_importance import OUTCOMES, SharedPrefix, head_effects, read_chunks  # noqa: E402
 from model import Transformer  # noqa: E402
 from plots import line_plot, need_matplotlib  # noqa: E402
 from records import read_lines, read_records, told_in_one_line  # noqa: E402
@@ -56,8 +56,9 @@ from replay import Trace, add_model, check_numbers, describe, load_model  # noqa
 from tables import t_interval  # noqa: E402
 
 N_SHIFTS = 999
-AGES = (0.0, -0.5, -1.0, -1.5, -2.0, -3.0)  # weights of log(1 + age), in deviations of the score
+AGES = (0.0, -0.5, -1.0, -1.5, -2.0, -3.0)  # weights of log(1 + age); a score's deviation is 1
 RECENTS = (0.25, 0.125, 0.375, 0.5, 0.625, 0.75)  # shares of the budget, the first until tuned
+N_SUMS = 16  # that the scores of all heads are mixtures of: fewer tell less, more tell little more
 N_PARTS = 4  # of the problems, to choose a ridge
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of a ridge, beside the variance of a feature
 
@@ -89,6 +90,11 @@ def standardised(x: Tensor) -> Tensor:
 def spearman(x: Tensor, y: Tensor) -> Tensor:
     """Rank correlation of x [N, ...] with y [N]. [...]"""
     return (standardised(x) * standardised(y).view(-1, *[1] * (x.dim() - 1))).sum(0)
+
+
+def columnwise(x: Tensor, y: Tensor) -> Tensor:
+    """Rank correlation of each column of x [N, C] with that of y [N, C]. [C]"""
+    return (standardised(x) * standardised(y)).sum(0)
 
 
 def shifted(y: Tensor, n_shifts: int, seed: int) -> Tensor:
@@ -243,52 +249,48 @@ def halves(groups: list[str]) -> tuple[list[int], list[int]]:
 class Text:
     """A labelled trace of N tokens.
 
-    prompt: the problem. changes: [N, L]. features: [N, 6 L]. labels: for each delay [N], NaN where
-    there is none.
+    prompt: the problem. changes: [N, L]. features: [N, 6 L]. labels: [N], NaN where there is none.
+    effects: for each delay, on later queries of each head, [N, L, H_kv], NaN likewise.
     """
 
     trace: Trace
     prompt: str
     changes: Tensor
     features: Tensor
-    labels: dict[int, Tensor]
-
-    @property
-    def near(self) -> Tensor:
-        """The labels of the shortest delay."""
-        return self.labels[min(self.labels)]
+    labels: Tensor
+    effects: Tensor
 
 
 def regression(text: Text) -> tuple[Tensor, Tensor]:
-    """What to tell from what: x [M, 6 L + 1] and y [M], M tokens and delays with labels.
+    """What to tell from what: x [M, 6 L] and y [M, L H_kv], M tokens and delays with labels.
 
-    Features and log(1 + delay), and the fourth roots of the labels, which span orders of magnitude;
-    both less their means in the trace.
+    Features, and the fourth roots of the effects, which span orders of magnitude, with a deviation
+    of 1; both less their means in the trace at that delay.
     """
-    rows, labels = [], []
-    for delay, label in text.labels.items():
-        features = text.features[~label.isnan()].double()
-        age = torch.full((len(features), 1), math.log1p(delay), dtype=torch.float64)
-        rows.append(torch.cat([features, age], dim=1))
-        labels.append(label[~label.isnan()])
-    x, y = torch.cat(rows), torch.cat(labels)
-    y = y.sign() * y.abs() ** 0.25
-    return x - x.mean(0), (y - y.mean()) / y.std().clamp(min=1e-300)
+    rows, roots = [], []
+    for effects in text.effects:
+        known = ~effects.isnan().flatten(1).any(1)
+        x, y = text.features[known].double(), effects[known].flatten(1).double() ** 0.25
+        if len(x) < 2:
+            continue
+        rows.append(x - x.mean(0))
+        roots.append((y - y.mean(0)) / y.std(0).clamp(min=1e-300))
+    return torch.cat(rows), torch.cat(roots)
 
 
 def ridge(data: list[tuple[Tensor, Tensor]], columns: Tensor, strength: float) -> Tensor:
-    """Weights [F] of the features; 0 for those that are not among `columns` or never change."""
+    """Weights [F, H] of the features; 0 for those that are not among `columns` or never change."""
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
     deviation = x.std(0)
     used = columns & (deviation > 0)
     x = x[:, used] / deviation[used]
     penalty = strength * len(x) * torch.eye(x.shape[1], dtype=x.dtype)
-    weights = torch.zeros(len(deviation), dtype=x.dtype)
-    weights[used] = torch.linalg.solve(x.T @ x + penalty, x.T @ y) / deviation[used]
+    weights = torch.zeros(len(deviation), y.shape[1], dtype=x.dtype)
+    weights[used] = torch.linalg.solve(x.T @ x + penalty, x.T @ y) / deviation[used, None]
     return weights
 
 
-def fit_weights(texts: list[Text], columns: Tensor) -> Tensor:
+def choose_ridge(texts: list[Text], columns: Tensor) -> Tensor:
     """A ridge whose strength tells best those problems that it has not seen, of four parts."""
     data = [regression(text) for text in texts]
     problems = list(dict.fromkeys(text.prompt for text in texts))
@@ -300,11 +302,49 @@ def fit_weights(texts: list[Text], columns: Tensor) -> Tensor:
             known = [one for one, of in zip(data, parts, strict=True) if of != part]
             weights = ridge(known, columns, strength)
             unknown = [one for one, of in zip(data, parts, strict=True) if of == part]
-            found += [spearman((x @ weights)[:, None], y).item() for x, y in unknown]
+            found += [columnwise(x @ weights, y).mean().item() for x, y in unknown]
         return statistics.mean(found)
 
     strength = max(STRENGTHS, key=held_out) if len({*parts}) > 1 else STRENGTHS[-1]
     return ridge(data, columns, strength)
+
+
+def fit(texts: list[Text], columns: Tensor) -> FitWeights:
+    """The score of each head, with a deviation of 1, by way of at most N_SUMS sums. No age yet.
+
+    The sums are those that lose the least of the ridge's scores (reduced-rank regression).
+    """
+    weights = choose_ridge(texts, columns)  # [6 L, L H_kv]
+    x = torch.cat([text.features for text in texts]).double()
+    scores = (x - x.mean(0)) @ weights
+    by_head = torch.linalg.svd(scores, full_matrices=False).Vh[:N_SUMS]  # [R, L H_kv]
+    sums = weights @ by_head.T  # [6 L, R]
+    by_head = by_head / (x @ sums @ by_head).std(0).clamp(min=1e-300)
+    n_layers = texts[0].changes.shape[1]
+    by_feature = sums.T.unflatten(1, (6, n_layers)).transpose(0, 1)  # [6, R, L]
+    heads = by_head.unflatten(1, (n_layers, -1))
+    return FitWeights(
+        *map(rounded, by_feature.tolist()), heads=rounded(heads.tolist()), log_age=0.0
+    )
+
+
+def head_scores(text: Text, fit: FitWeights) -> Tensor:
+    """[N, L H_kv] float64, without age."""
+    by_feature, by_head = fit.tensors(torch.float64)
+    return text.features.double() @ by_feature.flatten(1).T @ by_head.flatten(1)
+
+
+def head_correlation(texts: list[Text], fit: FitWeights) -> tuple[float, float, float]:
+    """Of each head's scores and near effects, mean over heads: mean and 95 % interval over texts.
+
+    The effects are those of the shortest delay.
+    """
+    found = []
+    for text in texts:
+        effects = text.effects[0].flatten(1)
+        known = ~effects.isnan().any(1)
+        found.append(columnwise(head_scores(text, fit)[known], effects[known]).mean().item())
+    return statistics.mean(found), *t_interval(found)
 
 
 def tune(
@@ -315,14 +355,10 @@ def tune(
     Also the loss gaps [nats] under each of them, by name. Replayed are the traces as long as their
     median, so many tokens of each.
     """
-    *by_block, _ = astuple(calibration.fit)
-    weights = torch.tensor(by_block, dtype=torch.float64).flatten()
-    deviation = torch.cat([text.features for text in texts]).double().matmul(weights).std().item()
     n_tokens = statistics.median_high(len(text.trace.tokens) for text in texts)
     traces = [text.trace for text in texts if len(text.trace.tokens) >= n_tokens]
     traces = [replace(trace, tokens=trace.tokens[:n_tokens]) for trace in traces]
-    ages = [rounded(age * deviation) for age in AGES]
-    aged = {age: replace(calibration, fit=replace(calibration.fit, log_age=age)) for age in ages}
+    aged = {age: replace(calibration, fit=replace(calibration.fit, log_age=age)) for age in AGES}
     calibration, by_age = least_loss(model, traces, aged, budget)
     windowed = {recent: replace(calibration, recent=recent) for recent in RECENTS}
     calibration, by_recent = least_loss(model, traces, windowed, budget)
@@ -342,17 +378,9 @@ def least_loss(
     return candidates[min(gaps, key=gaps.__getitem__)], gaps
 
 
-def as_fit(weights: Tensor) -> FitWeights:
-    """From [6 L + 1]."""
-    *by_block, log_age = map(rounded, weights.tolist())
-    n_layers = len(by_block) // 6
-    parts = [tuple(by_block[i : i + n_layers]) for i in range(0, len(by_block), n_layers)]
-    return FitWeights(*parts, log_age)
-
-
-def rounded(x: float) -> float:
-    """To four digits."""
-    return float(f"{x:.4g}")
+def rounded(x):
+    """Numbers to four digits, lists to tuples of such."""
+    return tuple(map(rounded, x)) if isinstance(x, list) else float(f"{x:.4g}")
 
 
 # A model's signals -----------------------------------------------------------------------------
@@ -366,9 +394,10 @@ def read_signals(model: Transformer, tokens: list[int], window: int) -> tuple[Te
     """
     n_layers = model.config.n_layers
     cache = model.new_cache(EvictionConfig(full_budget(len(tokens)), "full"))
-    nothing = Calibration(
-        n_layers, window, (0,), (0,), 0, 0, as_fit(torch.zeros(6 * n_layers + 1)), 0
-    )
+    zeros = [((0.0,) * n_layers,)] * 6
+    by_head = (((0.0,) * model.config.n_kv_heads,) * n_layers,)
+    weights = FitWeights(*zeros, heads=by_head, log_age=0.0)
+    nothing = Calibration(n_layers, window, (0,), (0,), 0.0, 0.0, weights, 0.0)
     policy = model.new_cache(EvictionConfig(64, "epikv-fit", calibration=nothing)).policy
 
     def view(start: int) -> SharedPrefix:
@@ -390,20 +419,21 @@ def read_signals(model: Transformer, tokens: list[int], window: int) -> tuple[Te
 def read_texts(
     model: Transformer, records: list[dict], labels: dict[str, dict[int, list]], window: int
 ) -> list[Text]:
-    """The traces that have labels."""
+    """The traces that have labels, of which those at the shortest delay count."""
     texts = []
     for record in records:
         if record["id"] not in labels:
             continue
         whole = tokenize_trace(record, model.tokenizer)
-        values = {
-            delay: torch.tensor([math.nan if x is None else x for x in label], dtype=torch.float64)
-            for delay, label in labels[record["id"]].items()
-        }
-        trace = replace(whole, tokens=whole.tokens[: min(map(len, values.values()))])
-        signals = read_signals(model, trace.prompt + trace.tokens, window)
-        changes, features = (signal[len(trace.prompt) :] for signal in signals)
-        texts.append(Text(trace, record["prompt"], changes, features, values))
+        by_delay = labels[record["id"]]
+        near = [math.nan if x is None else x for x in by_delay[min(by_delay)]]
+        trace = replace(whole, tokens=whole.tokens[: len(near)])
+        tokens, begin = trace.prompt + trace.tokens, len(trace.prompt)
+        changes, features = (signal[begin:] for signal in read_signals(model, tokens, window))
+        effects = head_effects(model, tokens, sorted(by_delay))[:, begin:].cpu()
+        near = torch.tensor(near, dtype=torch.float64)
+        texts.append(Text(trace, record["prompt"], changes, features, near, effects))
+        print(f"{len(texts)} of {len(labels)} traces read", file=sys.stderr)
     return texts
 
 
@@ -419,26 +449,27 @@ def labelled(signals: list[Tensor], labels: list[Tensor]) -> tuple[list[Tensor],
 def calibrate(first: list[Text], second: list[Text], window: int) -> dict:
     """Bands and weights from the `first` texts, verdicts of the `second`, correlations of all."""
     z_scores = [over_window(text.changes, window, rolling_zscore) for text in first]
-    chosen = correlate(*labelled(z_scores, [text.near for text in first]))
+    chosen = correlate(*labelled(z_scores, [text.labels for text in first]))
     bands = choose_bands(chosen.mean.tolist())
 
     def check(scores: list[Tensor]) -> Evidence:
-        return correlate(*labelled(scores, [text.near for text in second]))
+        return correlate(*labelled(scores, [text.labels for text in second]))
 
     checked = {"bands": check([band_score(text.changes, bands, window) for text in second])}
     n_layers, n_features = first[0].changes.shape[1], first[0].features.shape[1]
-    column = torch.arange(n_features + 1)  # the last one is age
+    column, by_head = torch.arange(n_features), {}
     for name, columns in {
-        "changes": (column < n_layers) | (column == n_features),
+        "changes": column < n_layers,
         "keys and values": column >= n_layers,
         "fit": column >= 0,
     }.items():
-        weights = fit_weights(first, columns)
-        checked[name] = check([text.features.double() @ weights[:-1, None] for text in second])
+        weights = fit(first, columns)
+        checked[name] = check([head_scores(text, weights).mean(1, True) for text in second])
+        by_head[name] = head_correlation(second, weights)
     verdicts = {name: verdict(checked[name]) for name in ("bands", "fit")}
     return asdict(bands) | {
         "window": window,
-        "fit": asdict(as_fit(weights)),
+        "fit": asdict(weights),
         "recent": RECENTS[0],
         "reliable": {name: reliable for name, (reliable, _) in verdicts.items()},
         "verdict": "\n".join(f"{name}: {words}" for name, (_, words) in verdicts.items()),
@@ -449,6 +480,7 @@ def calibrate(first: list[Text], second: list[Text], window: int) -> dict:
             "z-score": trend([band_score(text.changes, bands, window) for text in second]),
         },
         "checked": {name: evidence.as_dict() for name, evidence in checked.items()},
+        "by_head": by_head,
         "correlation": correlations([*first, *second], window),
     }
 
@@ -460,7 +492,7 @@ def correlations(texts: list[Text], window: int) -> dict:
         name: [over_window(text.changes, window, statistic) for text in texts]
         for name, statistic in statistics_of.items()
     }
-    labels = [text.near for text in texts]
+    labels = [text.labels for text in texts]
     return {name: correlate(*labelled(x, labels)).as_dict() for name, x in signals.items()}
 
 

@@ -32,6 +32,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import isnan
 from pathlib import Path
 
 import torch
@@ -150,24 +152,23 @@ def attention_matrix(model: Transformer, tokens: list[int]) -> Tensor:
 class Probe:
     """A layer without a prefix whose queries get a bias [1, H, N, N], for the sake of its gradient.
 
-    On the way back it adds the effects of its heads to `total` [N, N].
+    take: is given the effects [H, N, N] of its heads on the way back.
     """
 
     reads_attention = True
 
-    def __init__(self, config: ModelConfig, total: Tensor):
-        self.k = self.v = total.new_empty(1, config.n_kv_heads, 0, config.head_dim)
-        hidden = torch.full_like(total, -torch.inf).triu(1)
-        self.bias = hidden.expand(1, config.n_heads, -1, -1).clone().requires_grad_()
+    def __init__(self, config: ModelConfig, mask: Tensor, take: Callable[[Tensor], object]):
+        self.k = self.v = mask.new_empty(1, config.n_kv_heads, 0, config.head_dim)
+        self.bias = mask.expand(1, config.n_heads, -1, -1).clone().requires_grad_()
         self.bias.register_hook(self.add)
-        self.total = total
+        self.take = take
 
     def observe_prompt(self, q: Tensor, k: Tensor) -> None:
         self.weights = causal_weights(q.detach(), k.detach(), 0)[0].flatten(0, 1)  # [H, N, N]
 
     def add(self, gradient: Tensor) -> None:
         """A key of weight p that goes leaves the others 1 / (1 - p) as heavy."""
-        self.total += (gradient[0] / (1 - self.weights).clamp(min=0.01)).sum(0)
+        self.take(gradient[0] / (1 - self.weights).clamp(min=0.01))
         del self.weights
 
 
@@ -177,34 +178,67 @@ class Probes:
     reads = ()
     rotary_limit = None
 
-    def __init__(self, model: Transformer, total: Tensor):
-        self.layers = [Probe(model.config, total) for _ in model.blocks]
+    def __init__(self, layers: list[Probe]):
+        self.layers = layers
 
-    def per_layer(self, mask: None) -> list[Tensor]:
+    def per_layer(self, mask: Tensor) -> list[Tensor]:
         return [layer.bias for layer in self.layers]
 
 
-def effect_matrix(model: Transformer, tokens: list[int]) -> Tensor:
-    """By how much the loss changes if one query does not see one key, squared. [N, N] float32
+def probe_effects(
+    model: Transformer, tokens: list[int], take: Callable[[int, Tensor], object]
+) -> None:
+    """Give `take` the effects [H, N, N] of each layer's heads, by its number.
 
-    To first order in the output of attention, in which such a key has the share p (v - o) / (1 - p)
-    of each head; summed over layers and heads before it is squared.
+    An effect is by how much the loss changes if one query of the head does not see one key, to
+    first order in the output of attention, in which such a key has the share p (v - o) / (1 - p).
     """
-    total = torch.zeros(len(tokens), len(tokens), dtype=model.dtype, device=model.device)
+    n_tokens = len(tokens)
+    shape = (n_tokens, n_tokens)
+    mask = torch.full(shape, -torch.inf, dtype=model.dtype, device=model.device).triu(1)
     ids = torch.tensor(tokens, device=model.device)
-    position = torch.arange(len(tokens), device=model.device)[None]
-    x, *_ = model(ids[None], position, Probes(model, total), mask=total)
+    position = torch.arange(n_tokens, device=model.device)[None]
+    probes = Probes(
+        [Probe(model.config, mask, partial(take, i)) for i in range(model.config.n_layers)]
+    )
+    x, *_ = model(ids[None], position, probes, mask=mask)
     torch.nn.functional.cross_entropy(model.logits(x[0, :-1]), ids[1:], reduction="sum").backward()
+
+
+def effect_matrix(model: Transformer, tokens: list[int]) -> Tensor:
+    """The squares of the effects, summed over layers and heads before. [N, N] float32"""
+    shape = (len(tokens), len(tokens))
+    total = torch.zeros(shape, dtype=model.dtype, device=model.device)
+    probe_effects(model, tokens, lambda layer, effects: total.add_(effects.sum(0)))
     return upcast(total) ** 2
 
 
-def mean_beyond(matrix: Tensor, delay: int) -> list[float | None]:
-    """For each key the mean over the queries more than `delay` after it, if they are not few."""
-    at = torch.arange(len(matrix), device=matrix.device)
+def head_effects(model: Transformer, tokens: list[int], delays: Sequence[int]) -> Tensor:
+    """The squared effects of every key on each key-value head's queries more than a delay later.
+
+    Means over those queries, NaN where they are few. [delays, N, L, H_kv] float32
+    """
+    found = [torch.empty(0)] * model.config.n_layers
+
+    def take(layer: int, effects: Tensor) -> None:
+        of_keys = effects.unflatten(0, (model.config.n_kv_heads, -1)).sum(1)  # [H_kv, N, N]
+        squares = upcast(of_keys) ** 2
+        found[layer] = torch.stack([mean_beyond(squares, delay) for delay in delays])
+
+    probe_effects(model, tokens, take)
+    return torch.stack(found).permute(1, 3, 0, 2)
+
+
+def mean_beyond(matrix: Tensor, delay: int) -> Tensor:
+    """For each key the mean over the queries more than `delay` after it; NaN if they are few.
+
+    matrix: [..., N, N] of queries and keys. [..., N]
+    """
+    at = torch.arange(matrix.shape[-1], device=matrix.device)
     beyond = at[:, None] > at + delay
-    means = (matrix * beyond).sum(0) / beyond.sum(0).clamp(min=1)
-    few = beyond.sum(0) < FEWEST
-    return [None if no else mean for mean, no in zip(means.tolist(), few.tolist(), strict=True)]
+    count = beyond.sum(0)
+    means = (matrix * beyond).sum(-2) / count.clamp(min=1)
+    return means.masked_fill(count < FEWEST, torch.nan)
 
 
 @torch.no_grad()
@@ -468,8 +502,8 @@ def label_trace(
     for name, delay in settings:
         record = {"trace": trace.id, "filler": name, "delay": delay, "n_prompt": begin}
         for outcome, matrix in matrices.items():
-            means = mean_beyond(matrix, delay)[begin:]
-            record[outcome] = [None if mean is None else float(f"{mean:.4g}") for mean in means]
+            means = mean_beyond(matrix, delay)[begin:].tolist()
+            record[outcome] = [None if isnan(mean) else float(f"{mean:.4g}") for mean in means]
         filler = filler_tokens(name, model, args.window, args.seed)
         late = delay if filler is None else 0
         windows = cut_windows(begin, min(answer_at, end), args.window, args.stride, late)

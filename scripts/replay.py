@@ -166,7 +166,7 @@ class Replay:
         is three times faster on a CPU.
         """
         cache, n_tokens = self.cache, tokens.shape[1]
-        occupied = cache.position != NO_POSITION  # [B, 1, 1, S]
+        occupied = cache.position != NO_POSITION  # [B, l, h, S]
         leaves = torch.full_like(cache.position, n_tokens)  # in which step a slot is overwritten
         slots, positions = [], []
         for step in range(n_tokens):
@@ -174,19 +174,22 @@ class Replay:
             leaves.scatter_(-1, slot[..., None], step)
             slots.append(slot)
             positions.append(position)
-        slot, position = torch.stack(slots, -1), torch.stack(positions, -1)  # [B, 1, 1, T], [B, T]
+        slot, position = torch.stack(slots, -1), torch.stack(positions, -1)  # [B, l, h, T], [B, T]
         step = torch.arange(n_tokens, device=tokens.device)
-        stays = occupied[..., None, :] & (leaves[..., None, :] > step[:, None])  # [B, 1, 1, T, S]
-        causal = (step <= step[:, None]).expand(*stays.shape[:-1], -1)  # [B, 1, 1, T, T]
+        stays = occupied[..., None, :] & (leaves[..., None, :] > step[:, None])  # [B, l, h, T, S]
+        causal = (step <= step[:, None]).expand(*stays.shape[:-1], -1)  # [B, l, h, T, T]
+        mask = torch.cat([stays, causal], dim=-1)
+        if mask.shape[2] > 1:
+            mask = mask.repeat_interleave(self.model.config.n_heads // mask.shape[2], dim=2)
         x, residuals, k, v = self.model(
             tokens,
             position,
             cache,
-            mask=torch.cat([stays, causal], dim=-1),
+            mask=mask,
             n_cached=cache.config.budget,
         )
-        for layer, new_k, new_v in zip(cache.layers, k, v, strict=True):
-            at = slot[:, 0, :, :, None].expand_as(new_k)  # [B, H_kv, T, D]
+        for layer, at, new_k, new_v in zip(cache.layers, cache.per_layer(slot), k, v, strict=True):
+            at = at[..., None].expand_as(new_k)  # [B, H_kv, T, D]
             layer.k.scatter_(2, at, new_k)
             layer.v.scatter_(2, at, new_v)
         score, value_size = cache.score_tokens(
@@ -216,7 +219,7 @@ def share_held(cache: SlotCache) -> Tensor:
 def takes_chunks(config: EvictionConfig) -> bool:
     """Whether a token's score is final when it enters, so that victims are known CHUNK ahead."""
     final = POLICIES[config.policy].cache_type() is SlotCache and not config.lag
-    return final and config.slot_map == "shared" and config.recent >= CHUNK
+    return final and config.recent >= CHUNK
 
 
 def reads_attention(config: EvictionConfig) -> bool:

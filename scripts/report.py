@@ -240,7 +240,7 @@ def calibration_section(source: Path, page: Path) -> str:
     folder = source / "calibration"
     chosen = [json.loads((folder / f"{half}.json").read_text("utf-8")) for half in HALVES]
     rows = [
-        [f"{half} half: {name}", *correlation_cells(evidence)]
+        [f"{half} half: {name}", *correlation_cells(evidence), head_cell(one["by_head"].get(name))]
         for half, one in zip(HALVES, chosen, strict=True)
         for name, evidence in one["checked"].items()
     ]
@@ -255,9 +255,12 @@ def calibration_section(source: Path, page: Path) -> str:
     return "\n\n".join(
         [
             f"Labels: {chosen[0]['outcome']} (see `label_importance.py`). Correlations are"
-            " Spearman's, within traces, means over the traces of the half that chose nothing.",
-            markdown(["chosen on the", "correlation (95 % interval)", "p"], rows),
+            " Spearman's, within traces, means over the traces of the half that chose nothing; of a"
+            " fit's scores, mean over heads, with the labels, and of each head's own with what its"
+            " later queries do.",
+            markdown(["chosen on the", "correlation (95 % interval)", "p", "by head"], rows),
             *bands,
+            *map(tuning, HALVES, chosen),
             f"![Correlation of each block's change with importance]({plot})",
             *held_out_tables(source),
             "### Recall of planted facts, calibrated on the first half",
@@ -269,6 +272,23 @@ def calibration_section(source: Path, page: Path) -> str:
 def correlation_cells(evidence: dict) -> list[str]:
     (mean,), (low,), (high,) = (evidence[name] for name in ("within_trace", "low", "high"))
     return [f"{mean:+.3f} ({low:+.3f} to {high:+.3f})", f"{evidence['p']:.3f}"]
+
+
+def head_cell(found: list[float] | None) -> str:
+    """Mean and interval; bands have no score by head."""
+    return "" if found is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(*found)
+
+
+def tuning(half: str, chosen: dict) -> str:
+    """What each weight of age and each recency window lost on the traces that chose."""
+    by_age, by_recent = (
+        ", ".join(f"{float(value):g}: {gap:.3f}" for value, gap in chosen["tuned"][name].items())
+        for name in ("age", "recent")
+    )
+    return (
+        f"Tuned on the {half} half in a budget of {chosen['budget']}, loss gap in nats by the weight"
+        f" of log(1 + age): {by_age}; then by the share of recent tokens: {by_recent}."
+    )
 
 
 def blocks(band: list[int]) -> str:

@@ -15,13 +15,15 @@ from calibrate import (
     STRENGTHS,
     Bands,
     Text,
-    as_fit,
     band_score,
     calibrate,
     choose_bands,
+    choose_ridge,
     correlate,
-    fit_weights,
+    fit,
     halves,
+    head_correlation,
+    head_scores,
     main,
     over_window,
     peak_band,
@@ -183,28 +185,34 @@ def test_features_are_those_that_the_cache_scores_by(folder, monkeypatch):
     model = Transformer.from_pretrained(folder, dtype=torch.float64)
     tokens = torch.randint(256, (50,), generator=torch.Generator().manual_seed(0)).tolist()
     _, features = read_signals(model, tokens, window=8)
-    weights = torch.randn(6 * 3 + 1, generator=torch.Generator().manual_seed(1))
-    calibration = Calibration(3, 8, (0,), (1,), 1.0, 1.0, as_fit(weights), 0.25)
+    calibration = replace(tiny.calibration(3, seed=1), window=8)
     cache = model.new_cache(EvictionConfig(64, "epikv-fit", calibration=calibration))
     with torch.no_grad():
         model.prefill(torch.tensor([tokens]), cache)
-    given = torch.tensor([float(f"{weight:.4g}") for weight in weights[:-1].tolist()])
-    wanted = (features * given).sum(-1).double()
-    torch.testing.assert_close(cache.score[0, 0, 0, :50], wanted, rtol=1e-6, atol=1e-6)
-    assert cache.policy.log_age == pytest.approx(weights[-1].item(), rel=1e-3)
+    text = Text(None, "", features, features, None, None)
+    wanted = head_scores(text, calibration.fit).T.unflatten(0, (3, 2))
+    torch.testing.assert_close(cache.score[0, ..., :50], wanted, rtol=1e-6, atol=1e-6)
 
 
 def make_texts(seed, planted=None, **sizes):
-    """Texts of `make_traces` with three features a block, of which two are noise of their own."""
+    """Texts of `make_traces` with six features a block, of which five are noise of their own.
+
+    Each block has two heads: on the first the effect is the fourth power of what the label plants,
+    on the second of its negative.
+    """
     changes, labels = make_traces(seed, planted, **sizes)
     generator = torch.Generator().manual_seed(seed + 1)
     texts = []
     for i, (change, label) in enumerate(zip(changes, labels, strict=True)):
         z = over_window(change, 64, rolling_zscore)
         noise = torch.randn(len(change), 5 * change.shape[1], generator=generator)
-        labels_at = {64: label.double(), 256: label.double() - 3}
-        features = torch.cat([z, noise], dim=1)
-        texts.append(Text(Trace(str(i), [], []), str(i % 6), change, features, labels_at))
+        features, label = torch.cat([z, noise], dim=1), label.double()
+        heads = torch.stack([label - label.min(), label.max() - label], dim=-1) ** 4
+        effects = heads[:, None].expand(-1, change.shape[1], -1)
+        trace = Trace(str(i), [], [])
+        texts.append(
+            Text(trace, str(i % 6), change, features, label, effects.expand(2, -1, -1, -1))
+        )
     return texts
 
 
@@ -215,56 +223,80 @@ def calibrated_texts(texts):
 
 
 def test_the_regression_by_hand():
-    """Two delays of three tokens, of which one has no label: fourth roots 2, 3, 0, -1 and 1."""
+    """Two delays of three tokens and one head; fourth roots 2 and 4, and 1, 0 and 2."""
     features = torch.tensor([[1.0], [2.0], [6.0]])
-    labels = {0: torch.tensor([16, math.nan, 81]), 7: torch.tensor([0.0, -1, 1])}
-    x, y = regression(Text(Trace("", [], []), "", features, features, labels))
-    assert x[:, 0].tolist() == pytest.approx([v - 16 / 5 for v in (1, 6, 1, 2, 6)])
-    late = math.log(8)
-    assert x[:, 1].tolist() == pytest.approx([a - 0.6 * late for a in (0, 0, late, late, late)])
-    assert y.tolist() == pytest.approx([r / 2.5**0.5 for r in (1, 2, -1, -2, 0)])
+    effects = torch.tensor([[16, math.nan, 256], [1.0, 0, 16]]).view(2, 3, 1, 1)
+    x, y = regression(Text(None, "", features, features, None, effects))
+    assert x[:, 0].tolist() == pytest.approx([-2.5, 2.5, -2, -1, 3])
+    assert y[:, 0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0, -1, 1])
 
 
 def test_a_ridge_by_hand():
     """One feature of deviation 2: (x.y / 2) / (x.x / 4 + strength * n) in units of 2; others 0."""
     x = torch.tensor([[-2.0, 0, 5], [0, 0, -9], [2, 0, 4]], dtype=torch.float64)
-    y = torch.tensor([-1.0, 0, 3], dtype=torch.float64)
+    y = torch.tensor([[-1.0, 1], [0, 5], [3, 1]], dtype=torch.float64)
     columns = torch.tensor([True, True, False])
     weights = ridge([(x[:2], y[:2]), (x[2:], y[2:])], columns, strength=0.5)
-    assert weights.tolist() == pytest.approx([(8 / 2) / (8 / 4 + 1.5) / 2, 0, 0])
+    assert weights[:, 0].tolist() == pytest.approx([(8 / 2) / (8 / 4 + 1.5) / 2, 0, 0])
+    assert weights[:, 1].tolist() == pytest.approx([0, 0, 0])
+
+
+EVERY = torch.ones(16 * 6, dtype=torch.bool)
 
 
 def test_a_planted_block_is_fitted():
-    """Block 5 for and block 11 against, twice as much but for the root; and age against."""
+    """Block 5 for and block 11 against, twice as much, and the other way round for second heads."""
     texts = make_texts(0, {5: 1.0, 11: -2.0})
-    fit = as_fit(fit_weights(texts, torch.ones(16 * 6 + 1, dtype=torch.bool)))
-    others = [abs(weight) for block, weight in enumerate(fit.change) if block not in (5, 11)]
-    others += [abs(weight) for weight in fit.key_norm + fit.value_variance]
-    assert fit.change[5] > 5 * max(others) and fit.change[11] < -5 * max(others)
-    assert -2.5 < fit.change[11] / fit.change[5] < -1.4 and fit.log_age < 0
+    by_feature, by_head = fit(texts, EVERY).tensors(torch.float64)
+    weights = torch.einsum("rfl,rbh->flbh", by_feature, by_head)
+    first, second = weights[..., 0], weights[..., 1]
+    torch.testing.assert_close(first, -second, rtol=0, atol=0.05)
+    others = weights.clone()
+    others[0, [5, 11]] = 0
+    assert first[0, 5].min() > 4 * others.abs().max()
+    assert ((first[0, 11] / first[0, 5] + 2).abs() < 0.3).all()
+    for text in texts[:2]:
+        assert head_scores(text, fit(texts, EVERY)).shape == (len(text.labels), 32)
+    scores = torch.cat([head_scores(text, fit(texts, EVERY)) for text in texts])
+    assert scores.std(0).tolist() == pytest.approx([1.0] * 32, rel=1e-2)
+
+
+def test_few_sums_lose_the_least(monkeypatch):
+    """Two blocks make two kinds of heads; with two sums all is there, with one the larger part."""
+    texts = make_texts(0, {3: 1.0})
+    others = make_texts(0, {8: 1.0})
+    for text, other in zip(texts, others, strict=True):
+        text.features = torch.cat([text.features[:, :8], other.features[:, 8:]], dim=1)
+        text.effects = torch.cat([text.effects[:, :, :11], other.effects[:, :, :5]], dim=2)
+    correlations = {}
+    for n_sums in (1, 2, 16):
+        monkeypatch.setattr("calibrate.N_SUMS", n_sums)
+        found = fit(texts, EVERY)
+        assert len(found.heads) == len(found.change) == n_sums
+        correlations[n_sums] = head_correlation(texts, found)[0]
+    assert correlations[2] == pytest.approx(correlations[16], abs=0.02)
+    assert correlations[1] < 0.8 * correlations[2]
 
 
 def test_a_ridge_is_chosen_for_what_it_has_not_seen():
     """Noise alone wants the strongest; a plain signal a weak one, whatever the units."""
-    every = torch.ones(16 * 6 + 1, dtype=torch.bool)
     noise = make_texts(2, n_traces=8, n_tokens=100)
     plain = make_texts(2, {3: 50.0}, n_traces=8, n_tokens=100)
-    for text in noise:
-        del text.labels[256]  # or age alone would be plain
     data = [regression(text) for text in noise]
-    assert fit_weights(noise, every).norm() <= ridge(data, every, STRENGTHS[2]).norm()
-    weights = fit_weights(plain, every)
+    assert choose_ridge(noise, EVERY).norm() <= ridge(data, EVERY, STRENGTHS[2]).norm()
+    weights = choose_ridge(plain, EVERY)
     for text in plain:
         text.features[:, 3] *= 1000
-    scaled = fit_weights(plain, every)
-    assert scaled[3] * 1000 == pytest.approx(weights[3].item(), rel=1e-3)
+    scaled = choose_ridge(plain, EVERY)
+    torch.testing.assert_close(scaled[3] * 1000, weights[3], rtol=1e-3, atol=0)
 
 
 def test_tokens_without_label_do_not_count():
     """Whatever is put in their place, nothing changes."""
     texts = make_texts(1, {2: 1.0, 7: -1.0})
     for text in texts:
-        for label in text.labels.values():
+        text.effects = text.effects.clone()
+        for label in (text.labels, *text.effects):
             label[-50:] = math.nan
     result = calibrated_texts(texts)
     shorter = [
@@ -273,7 +305,8 @@ def test_tokens_without_label_do_not_count():
             text.prompt,
             text.changes[:-50],
             text.features[:-50],
-            {delay: label[:-50] for delay, label in text.labels.items()},
+            text.labels[:-50],
+            text.effects[:, :-50],
         )
         for text in texts
     ]
@@ -313,13 +346,8 @@ def test_the_weight_of_age_is_the_one_that_loses_least(folder, monkeypatch):
         Trace(str(i), [1, 2], torch.randint(256, (n,), generator=generator).tolist())
         for i, n in enumerate((30, 40, 50, 60))
     ]
-    features = [torch.randn(len(trace.tokens), 18, generator=generator) for trace in traces]
-    texts = [
-        Text(trace, "", feature[:, :3], feature, {})
-        for trace, feature in zip(traces, features, strict=True)
-    ]
-    weights = torch.randn(19, generator=generator)
-    calibration = Calibration(3, 64, (0,), (1,), 1.0, 1.0, as_fit(weights), 0.25)
+    texts = [Text(trace, "", None, None, None, None) for trace in traces]
+    calibration = tiny.calibration(3)
     asked, tried = [], []
 
     def replay(model, traces, configs, compile_mode):
@@ -338,14 +366,12 @@ def test_the_weight_of_age_is_the_one_that_loses_least(folder, monkeypatch):
     tuned, gaps = tune(model, texts, calibration, 16)
     # The median of four lengths is 50, the higher one: two are long enough, and cut.
     assert asked == [[("2", 50), ("3", 50)]] * 2
-    deviation = (torch.cat(features) @ weights[:-1]).std().item()
-    ages = pytest.approx([a * deviation for a in (0, -0.5, -1, -1.5, -2, -3)], 1e-3)
-    assert [age for age, _ in tried[0]] == ages == [*gaps["age"]]
+    assert [age for age, _ in tried[0]] == [0, -0.5, -1, -1.5, -2, -3] == [*gaps["age"]]
     assert tried[0][0][1] == 4 and len({recent for _, recent in tried[0]}) == 1
     # The recency windows are tried with the best age.
     assert tried[1] == [(tuned.fit.log_age, recent) for recent in (4, 2, 6, 8, 10, 11)]
     assert [*gaps["recent"]] == [0.25, 0.125, 0.375, 0.5, 0.625, 0.75]
-    assert tuned.fit.log_age == pytest.approx(-1.5 * deviation, rel=1e-3) and tuned.recent == 0.5
+    assert tuned.fit.log_age == -1.5 and tuned.recent == 0.5
     untuned = replace(tuned, recent=0.25, fit=replace(tuned.fit, log_age=calibration.fit.log_age))
     assert untuned == calibration
     assert [*gaps["age"].values()] == [*gaps["recent"].values()] == [1, 1, 1, 0.5, 1, 1]

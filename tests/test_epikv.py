@@ -49,10 +49,16 @@ def settings_for(policy, **options):
     return EvictionConfig(policy=policy, **tiny.needed(policy, 4) | options)
 
 
-def only(n_layers, **weights):
-    """A calibration for a model of `n_layers` blocks, in which no feature but these counts."""
-    zeros = {field.name: (0.0,) * n_layers for field in fields(FitWeights)} | dict(log_age=0.0)
-    return replace(tiny.calibration(n_layers), fit=FitWeights(**zeros | weights))
+def only(n_layers, n_kv_heads=2, log_age=0.0, **weights):
+    """A calibration for a model of `n_layers` blocks, in which no feature but these counts.
+
+    There is one sum, which is every head's score.
+    """
+    fit = {field.name: ((0.0,) * n_layers,) for field in fields(FitWeights)}
+    fit |= {name: (by_block,) for name, by_block in weights.items()}
+    heads = (((1.0,) * n_kv_heads,) * n_layers,)
+    fit = FitWeights(**fit | dict(heads=heads, log_age=log_age))
+    return replace(tiny.calibration(n_layers), fit=fit)
 
 
 def make_cache(config, batch_size=1, dtype=torch.float64, **sizes):
@@ -199,6 +205,7 @@ VARIANTS = {policy: (policy, tiny.needed(policy, 4)) for policy in epikv.POLICIE
     "lag-kv, reserve": ("lag-kv", dict(value_reserve=5, value_statistic="var")),
     "k-norm per head, reserve": ("k-norm", dict(slot_map="head", value_reserve=5)),
     "epikv-fit, reserve": ("epikv-fit", dict(value_reserve=5, calibration=tiny.calibration(4, 1))),
+    "epikv-fit, shared": ("epikv-fit", dict(slot_map="shared", calibration=tiny.calibration(4, 2))),
 }
 CALIBRATED = {
     f"{policy}, calibrated": (policy, dict(calibration=tiny.calibration(4))) for policy in SCORING
@@ -786,7 +793,7 @@ OF_KEYS_BY_HAND = {
     #   8   1: 12/8, 6: 20/3, 7: 2/2   7
     "ages": (
         "epikv-fit",
-        dict(budget=4, sinks=1, recent=1, calibration=only(1, key_norm=(1.0,), log_age=-1.0)),
+        dict(budget=4, sinks=1, recent=1, calibration=only(1, 1, -1.0, key_norm=(1.0,))),
         AGEING,
         None,
         None,
@@ -1730,15 +1737,29 @@ BAD_CALIBRATIONS = {
         "'change'",
     ),
     "a fit that is a list": (without("fit")[:-1] + b', "fit": [1]}', "TypeError"),
-    "too few weights": (spoiled(key_norm=[1, 2, 3]), "3 weights for 4 blocks"),
-    "too many weights": (spoiled(change=[1] * 5), "5 weights for 4 blocks"),
-    "another number of blocks": (spoiled(n_layers=5), "4 weights for 5 blocks"),
+    "too few weights": (spoiled(key_norm=[[1, 2, 3]] * 3), "expected sequence of length"),
+    "too few sums": (spoiled(change=[[1] * 4] * 2), "expected sequence of length"),
+    "another number of blocks": (
+        spoiled(n_layers=5),
+        "the fit's weights are [3, 6, 4] and [3, 4, 2] for 5 blocks",
+    ),
+    "too few sums of the heads": (
+        spoiled(heads=[[[1, 2]] * 4]),
+        "the fit's weights are [3, 6, 4] and [1, 4, 2] for 4 blocks",
+    ),
+    "heads of fewer blocks": (spoiled(heads=[[[1, 2]] * 3] * 3), "[3, 3, 2] for 4 blocks"),
+    "heads of different numbers": (
+        spoiled(heads=[[[1, 2]] * 3 + [[1]]] * 3),
+        "expected sequence of length",
+    ),
+    "no heads": (without("fit", "heads"), "'heads'"),
     "one weight for all": (spoiled(change=1.0), "TypeError"),
     "ages by block": (spoiled(log_age=[1.0] * 4), "TypeError"),
-    "a feature that is NaN": (spoiled(value_norm=[0.1, math.nan, 0, 0]), "not finite"),
+    "a feature that is NaN": (spoiled(value_norm=[[0.1, math.nan, 0, 0]] * 3), "not finite"),
+    "a head that is infinite": (spoiled(heads=[[[1, math.inf]] * 4] * 3), "not finite"),
     "an age that is infinite": (spoiled(log_age=math.inf), "not finite"),
     "a band's weight that is infinite": (spoiled(weight_b=-math.inf), "not finite"),
-    "a weight that is no number": (spoiled(change=[1, 2, "three", 4]), "'three'"),
+    "a weight that is no number": (spoiled(change=[[1, 2, "three", 4]] * 3), "'three'"),
     "a weight that is null": (spoiled(weight_a=None), "TypeError"),
     "a weight too large for a float": (spoiled(weight_a=10**400), "OverflowError"),
     "an infinite window": (spoiled(window=math.inf), "OverflowError"),

@@ -110,7 +110,7 @@ def test_attention_is_that_of_a_dense_model(model, peer, monkeypatch):
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)
 
 
-def test_effects_are_those_of_a_dense_model(model, peer):
+def test_effects_are_those_of_a_dense_model(model, peer, monkeypatch):
     """Its gradients for a bias on the scores of every layer and head, over what is left without."""
     n, n_heads = len(TEXT), peer.config.num_attention_heads
     biases = []
@@ -127,13 +127,27 @@ def test_effects_are_those_of_a_dense_model(model, peer):
     (found.loss * (n - 1)).backward()
     for hook in hooks:
         hook.remove()
-    wanted = sum(
-        (bias.grad[0] / (1 - weights[0].detach()).clamp(min=0.01)).sum(0)
-        for bias, weights in zip(biases, found.attentions, strict=True)
-    )
+    of_heads = torch.stack(
+        [
+            bias.grad[0] / (1 - weights[0].detach()).clamp(min=0.01)
+            for bias, weights in zip(biases, found.attentions, strict=True)
+        ]
+    )  # [L, H, N, N]
+    wanted = of_heads.sum((0, 1))
     actual = labels.effect_matrix(model, TEXT)
     assert wanted.abs().max() > 0.01
     torch.testing.assert_close(actual, wanted**2, rtol=1e-3, atol=1e-7)
+
+    monkeypatch.setattr(labels, "FEWEST", 2)
+    actual = labels.head_effects(model, TEXT, (0, 5))
+    n_layers, n_kv_heads = peer.config.num_hidden_layers, peer.config.num_key_value_heads
+    assert actual.shape == (2, n, n_layers, n_kv_heads)
+    shared = of_heads.view(n_layers, n_kv_heads, -1, n, n).sum(2) ** 2
+    for found, delay in zip(actual, (0, 5), strict=True):
+        for key in (0, 7, n - 3 - delay):
+            mean = shared[..., key + delay + 1 :, key].mean(-1)
+            torch.testing.assert_close(found[key].double(), mean, rtol=1e-3, atol=1e-9)
+        assert found[n - 2 - delay :].isnan().all()
 
 
 def test_an_effect_is_the_change_of_the_loss(tmp_path):
@@ -167,8 +181,12 @@ def test_the_mean_over_later_tokens_by_hand(monkeypatch):
     """Of a column without its first rows; two rows are too few here."""
     monkeypatch.setattr(labels, "FEWEST", 3)
     matrix = torch.arange(36).view(6, 6).float()
-    assert labels.mean_beyond(matrix, 0) == [18, 22, 26, None, None, None]
-    assert labels.mean_beyond(matrix, 2) == [24, None, None, None, None, None]
+    few = math.nan
+    found = labels.mean_beyond(torch.stack([matrix, 2 * matrix]), 0).tolist()
+    assert found[0] == pytest.approx([18, 22, 26, few, few, few], nan_ok=True)
+    assert found[1] == pytest.approx([36, 44, 52, few, few, few], nan_ok=True)
+    found = labels.mean_beyond(matrix, 2).tolist()
+    assert found == pytest.approx([24, few, few, few, few, few], nan_ok=True)
 
 
 @pytest.mark.parametrize("drops", [True, False])
@@ -312,9 +330,9 @@ def test_flips_through_the_command(monkeypatch, capsys, folder, tmp_path):
     prompt = model.tokenizer.encode(GOOD["prompt"])
     for outcome in ("attention", "effect"):
         matrix = getattr(labels, f"{outcome}_matrix")(model, prompt + trace)
-        wanted = labels.mean_beyond(matrix, 0)[len(prompt) :]
+        wanted = labels.mean_beyond(matrix, 0)[len(prompt) :].tolist()
         assert record[outcome][:-1] == pytest.approx(wanted[:-1], rel=1e-3)
-        assert record[outcome][-1] is wanted[-1] is None
+        assert record[outcome][-1] is None and math.isnan(wanted[-1])
 
 
 def test_delays_through_the_command(monkeypatch, capsys, folder, tmp_path):

@@ -1,6 +1,5 @@
 """The demo model's conversion and download, the shell scripts, and the benchmark's sums."""
 
-import dataclasses
 import errno
 import functools
 import itertools
@@ -1059,15 +1058,20 @@ def test_all_policies_of_the_benchmark(monkeypatch):
     assert any(config.value_reserve for config in configs)
 
 
-@pytest.mark.parametrize("n_layers", [1, 4])
-def test_policies_that_need_a_calibration_are_timed_with_one(monkeypatch, n_layers):
-    """Of the model's number of blocks, none of whose weights a compiler could leave out."""
+@pytest.mark.parametrize("n_layers, n_kv_heads", [(1, 3), (4, 1)])
+@pytest.mark.parametrize("name", ["epikv-fit", "epikv-fit (shared map)"])
+def test_policies_that_need_a_calibration_are_timed_with_one(
+    monkeypatch, name, n_layers, n_kv_heads
+):
+    """Of the model's shape and of as many sums as are fitted; no weight could be left out."""
     register(monkeypatch)
-    (options,) = benchmark.policy_settings("epikv-fit", n_layers).values()
+    (options,) = benchmark.policy_settings(name, n_layers, n_kv_heads).values()
     config = benchmark.EvictionConfig(512, **options)
     assert config.bands(n_layers) == tuple((block,) for block in range(n_layers))
-    *by_block, log_age = dataclasses.astuple(config.calibration.fit)
-    assert not {0.0, 1.0} & {log_age, *itertools.chain(*by_block)}
+    by_feature, by_head = config.calibration.fit.tensors(torch.float32)
+    assert by_feature.shape == (16, 6, n_layers) and by_head.shape == (16, n_layers, n_kv_heads)
+    weights = torch.cat([by_feature.flatten(), by_head.flatten()])
+    assert not {0.0, 1.0} & {config.calibration.fit.log_age, *weights.tolist()}
 
 
 def test_the_benchmark_knows_the_blocks_of_the_model(monkeypatch, tmp_path):

@@ -2,14 +2,14 @@
 
 import json
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from epikv import Calibration, FitWeights
+from epikv import Calibration, FitWeights, nested_floats
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<user>", "<bot>", "<think>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
@@ -102,18 +102,19 @@ def make_checkpoint(folder: Path, family: str = "Llama", **config) -> Path:
     return make_tokenizer(make_model(folder, family, **config))
 
 
-def calibration(n_layers: int, seed=0) -> Calibration:
+def calibration(n_layers: int, seed=0, n_kv_heads=2) -> Calibration:
     """Of random weights, all of which count, for a model of `n_layers` blocks.
 
-    No block is in both bands, unless there is only one.
+    No block is in both bands, unless there is only one. The heads mix three sums.
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(n):
-        return tuple(torch.randn(n, generator=generator, dtype=torch.float64).tolist())
+    def draw(*shape):
+        numbers = torch.randn(shape, generator=generator, dtype=torch.float64).tolist()
+        return nested_floats(numbers, len(shape))
 
-    names = [field.name for field in fields(FitWeights) if field.name != "log_age"]
-    fit = FitWeights(**{name: draw(n_layers) for name in names}, log_age=-0.8)
+    features = [draw(3, n_layers) for _ in range(6)]
+    fit = FitWeights(*features, heads=draw(3, n_layers, n_kv_heads), log_age=-0.8)
     blocks = torch.randperm(n_layers, generator=generator).tolist()
     band_a, band_b = blocks[: max(1, n_layers // 2)], blocks[-max(1, n_layers // 3) :]
     return Calibration(n_layers, 11, tuple(band_a), tuple(band_b), 0.7, 1.6, fit, 0.25)

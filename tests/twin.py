@@ -125,7 +125,7 @@ class TwinRow:
         quotas=None,
         value_reserve=0,
         value_statistic="range",
-        slot_map="shared",
+        slot_map=None,
     ):
         self.policy = policy
         self.budget = budget
@@ -157,6 +157,7 @@ class TwinRow:
             self.protected = max(sinks, n_prompt)
 
         heads = [(layer, head) for layer in range(n_layers) for head in range(n_heads)]
+        slot_map = slot_map or ("head" if policy == "epikv-fit" else "shared")
         self.maps = {head: [] for head in (heads if slot_map == "head" else ["shared"])}
 
         self.residuals = None  # of the token before
@@ -282,10 +283,10 @@ class TwinRow:
         return each_head(minus_cosine, unit, total)
 
     def score_fit(self, position, residuals, keys, values):
-        """The sum over the features of a token, and over blocks, of weight times number."""
+        """Of each head the mixture of the sums over a token's features, and over blocks."""
         self.see_change(position, residuals)
         minus_cosine = self.score_direction(keys)
-        total = 0.0
+        sums = [0.0] * len(self.fit.heads)
         for block in range(len(keys)):
             changes = self.changes[block][-self.window :]
             features = {
@@ -297,8 +298,18 @@ class TwinRow:
                 "key_similarity": -mean(minus_cosine[block]),
             }
             for name, number in features.items():
-                total += getattr(self.fit, name)[block] * number
-        return total
+                for i, weights in enumerate(getattr(self.fit, name)):
+                    sums[i] += weights[block] * number
+        return [
+            [
+                sum(
+                    weights[block][head] * s
+                    for weights, s in zip(self.fit.heads, sums, strict=True)
+                )
+                for head in range(len(keys[block]))
+            ]
+            for block in range(len(keys))
+        ]
 
     def see_change(self, position, residuals):
         """Add the token's change after the blocks of each band to those before; the first has none.
