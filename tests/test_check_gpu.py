@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import check_gpu
-from check_gpu import FULL, PARTS, SHAPE_8B, SMALL, TINY, Filled, Trace, compare_traces
+from check_gpu import FULL, PARTS, SHAPE_8B, SMALL, TINY, Filled, Trace, compare_rows
 from epikv import EvictionConfig
 from model import Transformer
 
@@ -41,9 +41,10 @@ def test_a_tiny_run(tmp_path):
         assert records and all(("skipped" in one) == needs_cuda for one in records.values())
         assert not any(check_gpu.has_failed(record) for record in records.values())
     assert {record["must"] for record in result["victims"].values()} == {
-        "all of 20, or a gap of at most 0.001"
+        "all of 20 steps, or a gap of at most 0.001"
     }
     assert len(result["victims"]) == 13
+    assert all(record["rows_that_never_part"] == 5 for record in result["victims"].values())
     n_checks = sum(map(len, result.values()))
     assert len(done.stdout.strip().splitlines()) == 2 + n_checks  # the table, and that alone
     assert done.stdout.count("skipped: needs CUDA") == 2
@@ -181,53 +182,64 @@ def test_peaks_must_be_flat_on_cuda():
 
 
 def make_trace():
-    """4 steps of 2 rows with 3 slots; scores are 0.1, 0.2 and 0.4 at all times."""
-    position = torch.arange(3).repeat(5, 2, 1, 1, 1)
-    score = torch.tensor([0.1, 0.2, 0.4]).expand(5, 2, 1, 1, 3).clone()
-    return Trace(position, score, torch.zeros(4, 2, dtype=torch.int64))
+    """4 steps of a row with 3 slots; scores are 0.1, 0.2 and 0.4 at all times."""
+    position = torch.arange(3).repeat(5, 1, 1, 1, 1)
+    score = torch.tensor([0.1, 0.2, 0.4]).expand(5, 1, 1, 1, 3).clone()
+    return Trace(position, score, torch.zeros(4, 1, dtype=torch.int64))
 
 
-MARGIN = torch.tensor([[0.5, 0.6], [0.7, 0.8], [0.9, 1.0], [1.1, 1.2]])
+MARGIN = torch.tensor([0.5, 0.7, 0.9, 1.1])
 
 
 def test_equal_traces():
-    found = compare_traces(make_trace(), make_trace(), MARGIN)
-    assert (found["steps_with_same_victims"], found["with_same_tokens"]) == (4, 4)
+    found = compare_rows(make_trace(), make_trace(), MARGIN)
+    assert (found["same_victims"], found["same_tokens"]) == (4, 4)
     assert found["gap_where_they_part"] == 0 and found["holds"]
 
 
 @pytest.mark.parametrize("score, holds", [(0.4, False), (0.1005, True)])
 def test_other_victims(score, holds):
-    """State 3, after step number 2, has the token 9 in slot 0 of row 1, or else in slot 2."""
+    """State 3, after step number 2, has the token 9 in slot 0, or else in slot 2."""
     wanted, found = make_trace(), make_trace()
-    wanted.position[3:, 1, 0, 0, 0] = 9
-    found.position[3:, 1, 0, 0, 2] = 9
-    wanted.score[2, 1, 0, 0, 2] = score  # just before
+    wanted.position[3:, 0, 0, 0, 0] = 9
+    found.position[3:, 0, 0, 0, 2] = 9
+    wanted.score[2, 0, 0, 0, 2] = score  # just before
     found.token[2:] = 5  # drawn in that step and after: a consequence
-    record = compare_traces(wanted, found, MARGIN)
-    assert (record["steps_with_same_victims"], record["with_same_tokens"]) == (2, 2)
+    record = compare_rows(wanted, found, MARGIN)
+    assert (record["same_victims"], record["same_tokens"]) == (2, 2)
     assert record["gap_where_they_part"] == pytest.approx(score - 0.1, abs=1e-6)
     assert record["holds"] == holds
 
 
 def test_other_tokens():
-    """In step 1 of row 0: the margin there is what counts."""
+    """In step 1: the margin there is what counts."""
     wanted, found = make_trace(), make_trace()
-    found.token[1, 0] = 5
-    record = compare_traces(wanted, found, MARGIN)
-    assert (record["steps_with_same_victims"], record["with_same_tokens"]) == (4, 1)
+    found.token[1] = 5
+    record = compare_rows(wanted, found, MARGIN)
+    assert (record["same_victims"], record["same_tokens"]) == (4, 1)
     assert record["gap_where_they_part"] == pytest.approx(0.7)
     assert not record["holds"]
-    assert compare_traces(wanted, found, MARGIN / 1000)["holds"]
+    assert compare_rows(wanted, found, MARGIN / 1000)["holds"]
 
 
 def test_another_choice_in_the_prompt():
     """Its scores were not kept, so it cannot be called a tie."""
     wanted, found = make_trace(), make_trace()
     found.position[:, 0, 0, 0, 0] = 7
-    record = compare_traces(wanted, found, MARGIN)
-    assert record["steps_with_same_victims"] == record["with_same_tokens"] == 0
+    record = compare_rows(wanted, found, MARGIN)
+    assert record["same_victims"] == record["same_tokens"] == 0
     assert not record["holds"]
+
+
+def test_rows_of_a_trace():
+    """Each with its own states and tokens."""
+    both = [make_trace(), make_trace()]
+    both[1].position += 10
+    both[1].token += 1
+    stacked = (torch.cat([getattr(one, name) for one in both], 1) for name in vars(both[0]))
+    for row, wanted in zip(Trace(*stacked).rows(), both, strict=True):
+        for name, value in vars(wanted).items():
+            assert torch.equal(getattr(row, name), value)
 
 
 def test_models_that_differ_are_told_apart(small_model, monkeypatch):
