@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from baselines import BASELINES  # noqa: E402
-from benchmark import Decoder, alternate, policy_settings, row, show  # noqa: E402
+from benchmark import Decoder, alternate, policy_settings, row  # noqa: E402
 from epikv import POLICIES, EvictionConfig, SlotCache  # noqa: E402
 from generate import (  # noqa: E402
     Engine,
@@ -62,7 +62,7 @@ from tables import markdown  # noqa: E402
 SECONDS = 440  # for all parts together
 GRACE = 20  # seconds after its time in which a part may finish the check it is at
 ROUNDS = 5  # of a timing, after one not counted
-TIE = 1e-3  # scores or logits nearer than this may change places by rounding
+TIE = 1e-4  # scores or logits nearer than this may change places by rounding
 
 # Sizes -------------------------------------------------------------------------------------------
 
@@ -495,17 +495,23 @@ class Trace:
 
 
 def trace(
-    model: Transformer, config: EvictionConfig, prompts: list[list[int]], fed: Tensor, mode: str
+    model: Transformer,
+    config: EvictionConfig,
+    prompts: list[list[int]],
+    fed: Tensor,
+    mode: str,
+    captures: bool,
 ) -> Trace:
     """Decode after `prompts`; each step is fed a row of `fed` [N, B] and not what was drawn.
 
-    So that a token drawn otherwise has no consequences. On CUDA the step is captured in any mode.
+    So that a token drawn otherwise has no consequences. captures: the step runs as a CUDA graph,
+    also where it is not compiled.
     """
     engine = Engine(model, config, Sampling(), len(prompts), mode)
     generation = Generation(engine, prompts, len(fed) + 1, set())
     prefixes = [generation.prefix(step) for step in range(len(fed))]
     engine.warm_up(prefixes)
-    if model.device.type == "cuda":
+    if captures:
         for prefix in set(prefixes) - engine.warm:
             engine.capture(prefix)
     engine.prefill(prompts)
@@ -536,11 +542,11 @@ def compare_victims(
         logits = []
         keep = functools.partial(keep_output, logits)
         hook = model.head.register_forward_hook(keep)
-        wanted = trace(model, config, rows, fed, "none").rows()
+        wanted = trace(model, config, rows, fed, "none", captures=False).rows()
         hook.remove()
         best = torch.stack(logits[-len(fed) :]).topk(2).values  # [N, B, 2]
         margins = (best[..., 0] - best[..., 1]).unbind(1)
-        found = trace(on_device, config, rows, fed, mode).rows()
+        found = trace(on_device, config, rows, fed, mode, sizes.on_cuda).rows()
         records += map(compare_rows, wanted, found, margins)
     worst = min(records, key=lambda record: (record["holds"], record["same_victims"]))
     n_whole = sum(record["same_victims"] == sizes.n_compared for record in records)
@@ -689,7 +695,7 @@ def run_part(part: str, sizes: Sizes, seconds: float) -> dict[str, dict]:
     except TimeoutError:
         records["its process"] = {"error": f"stopped after {seconds + GRACE:.0f} s"}
     except EOFError:
-        process.join()
+        process.join(GRACE)
         records["its process"] = {"error": f"ended with exit code {process.exitcode}"}
     process.kill()
     process.join()
@@ -712,10 +718,15 @@ def told(record: dict) -> str:
             return f"{kind}: {record[kind][:200]}"
     left_out = ("must", "goal", "holds", "seconds")
     return ", ".join(
-        f"{name.replace('_', ' ')} {show(value)[:80]}"
+        f"{name.replace('_', ' ')} {number(value)}"
         for name, value in record.items()
         if name not in left_out and not isinstance(value, (list, dict))
     )
+
+
+def number(value: float | str) -> str:
+    """Four digits of a float, as a ratio needs them; the start of a text."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:80]
 
 
 def has_failed(record: dict) -> bool:
@@ -741,6 +752,8 @@ def main() -> None:
     args = parser.parse_args()
     if not args.tiny and not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here; --tiny runs on a CPU")
+    if not args.output.parent.is_dir():
+        parser.error(f"no such folder: {args.output.parent}")
     deadline, result = time.monotonic() + SECONDS, {}
     for part, (_, seconds) in PARTS.items():
         left = deadline - time.monotonic()

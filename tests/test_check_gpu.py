@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import check_gpu
+import generate
 from check_gpu import FULL, PARTS, SHAPE_8B, SMALL, TINY, Filled, Trace, compare_rows
 from epikv import EvictionConfig
 from model import Transformer
@@ -41,7 +42,7 @@ def test_a_tiny_run(tmp_path):
         assert records and all(("skipped" in one) == needs_cuda for one in records.values())
         assert not any(check_gpu.has_failed(record) for record in records.values())
     assert {record["must"] for record in result["victims"].values()} == {
-        "all of 20 steps, or a gap of at most 0.001"
+        "all of 20 steps, or a gap of at most 0.0001"
     }
     assert len(result["victims"]) == 13
     assert all(record["rows_that_never_part"] == 5 for record in result["victims"].values())
@@ -197,7 +198,7 @@ def test_equal_traces():
     assert found["gap_where_they_part"] == 0 and found["holds"]
 
 
-@pytest.mark.parametrize("score, holds", [(0.4, False), (0.1005, True)])
+@pytest.mark.parametrize("score, holds", [(0.4, False), (0.10005, True)])
 def test_other_victims(score, holds):
     """State 3, after step number 2, has the token 9 in slot 0, or else in slot 2."""
     wanted, found = make_trace(), make_trace()
@@ -219,7 +220,7 @@ def test_other_tokens():
     assert (record["same_victims"], record["same_tokens"]) == (4, 1)
     assert record["gap_where_they_part"] == pytest.approx(0.7)
     assert not record["holds"]
-    assert compare_rows(wanted, found, MARGIN / 1000)["holds"]
+    assert compare_rows(wanted, found, MARGIN / 10_000)["holds"]
 
 
 def test_another_choice_in_the_prompt():
@@ -229,6 +230,28 @@ def test_another_choice_in_the_prompt():
     record = compare_rows(wanted, found, MARGIN)
     assert record["same_victims"] == record["same_tokens"] == 0
     assert not record["holds"]
+
+
+def test_captured_steps_are_replayed(small_model, monkeypatch):
+    """With stand-ins for graphs, which run what they recorded; row 0 fills 44 of its 64 slots."""
+    recorded = []
+
+    class Graph:
+        def __init__(self, function):
+            self.function, self.n_replays = function, 0
+            recorded.append(self)
+
+        def replay(self):
+            self.function()
+            self.n_replays += 1
+
+    monkeypatch.setattr(generate, "record", Graph)
+    fed = torch.randint(512, (40, 2), generator=torch.Generator().manual_seed(2))
+    what = (small_model, EvictionConfig(64), [[1, 2, 3, 4], [*range(50)]], fed, "none")
+    traces = [check_gpu.trace(*what, captures=captures) for captures in (False, True)]
+    assert [graph.n_replays for graph in recorded] == [40]
+    for name, value in vars(traces[0]).items():
+        assert torch.equal(value, getattr(traces[1], name))
 
 
 def test_rows_of_a_trace():
@@ -354,7 +377,7 @@ def test_the_table():
         },
     }
     assert check_gpu.table(result).splitlines()[2:] == [
-        "| a | one | ms per step 1.500 |  |  |",
+        "| a | one | ms per step 1.5 |  |  |",
         "| b | two | n 3 | n at most 2 | FAILED |",
         "| b | three | n 3 | goal: n at most 2 | no |",
         "| b | four | n 2 | n at most 2 | yes |",
