@@ -14,7 +14,6 @@ a Markdown table last and writes JSON. The exit status is 1 if a check failed; a
 reached is no failure.
 """
 
-import argparse
 import functools
 import gc
 import json
@@ -41,6 +40,7 @@ from baselines import BASELINES  # noqa: E402
 from benchmark import Decoder, alternate, policy_settings, row  # noqa: E402
 from epikv import POLICIES, EvictionConfig, SlotCache  # noqa: E402
 from generate import (  # noqa: E402
+    ArgumentParser,
     Engine,
     Generation,
     Sampling,
@@ -745,7 +745,7 @@ def table(result: dict[str, dict[str, dict]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--tiny", action="store_true", help="a tiny model on the CPU, without what needs CUDA")
     add("--output", type=Path, default=Path("check_gpu.json"), help="default: check_gpu.json")
