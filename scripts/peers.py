@@ -122,10 +122,15 @@ class Generate(Loop):
         clock, n = TokenClock(), len(tokens)
         past = tokens.new_zeros(self.length)  # that they are in the cache is all that counts
         rows = torch.cat([past, tokens[:1]]).expand(self.n_rows, -1)
-        forced = Forced(tokens.roll(-1), rows.shape[1])
-        options = {self.cache_name: self.cache, "max_new_tokens": n, "do_sample": False}
         self.peer.generate(
-            rows, streamer=clock, logits_processor=[forced], **options, **self.options
+            rows,
+            attention_mask=torch.ones_like(rows),
+            max_new_tokens=n,
+            do_sample=False,
+            logits_processor=[Forced(tokens.roll(-1), rows.shape[1])],
+            streamer=clock,
+            **{self.cache_name: self.cache},
+            **self.options,
         )
         self.length += n
         return clock.seconds_per_token()
