@@ -79,7 +79,7 @@ class Loop:
     def __init__(self, peer, n_rows: int):
         self.peer, self.n_rows = peer, n_rows
         names = inspect.signature(peer.forward).parameters
-        self.cache_name = "cache" if "cache" in names else "past_key_values"  # until 5.20 or so
+        self.cache_name = "cache" if "cache" in names else "past_key_values"  # in older ones
 
     def prepare(self, context: Context, length: int) -> None:
         self.length = length
@@ -159,7 +159,7 @@ class StaticGenerate(Generate):
         super().prepare(context, length)
         start = time.perf_counter()
         self.run(context.tokens[length : length + 3])
-        self.compile_seconds += time.perf_counter() - start
+        self.compile_seconds = self.compile_seconds or time.perf_counter() - start
         super().prepare(context, length)
 
     def run(self, tokens: Tensor) -> float:
