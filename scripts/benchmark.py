@@ -208,20 +208,14 @@ def measure_at(
 
 
 def compare_peers(
-    model: Transformer, peer, policies: dict, positions: list[int], n_rows: int, budget: int
-) -> dict[str, list[dict]]:
-    """Records at the end of a "short" text, of `budget` tokens, and all through a "long" one."""
-    last = max(positions)
-    context = read_context(model, max(last, budget), max(last, budget) + ROOM)
-    texts = {"short": (budget + ROOM, [budget]), "long": (full_budget(last + ROOM), positions)}
-    records = {}
-    for text, (longest, places) in texts.items():
-        makers = contender_makers(model, peer, policies, n_rows, budget, longest)
-        contenders = {name: make() for name, make in makers.items()}
-        records[text] = []
-        for position in places:
-            print(f"batch {n_rows}, budget {budget}, position {position}", file=sys.stderr)
-            records[text] += measure_at(position, model, contenders, context, n_rows)
+    model: Transformer, makers: dict, context: Context, positions: list[int], n_rows: int
+) -> list[dict]:
+    """The records of all contenders at all `positions`."""
+    contenders = {name: make() for name, make in makers.items()}
+    records = []
+    for position in positions:
+        print(f"batch {n_rows}, position {position:,}", file=sys.stderr)
+        records += measure_at(position, model, contenders, context, n_rows)
     return records
 
 
@@ -508,12 +502,21 @@ def describe(model: Transformer) -> dict:
 
 
 def report_peers(report: Report, model: Transformer, peer, args: argparse.Namespace) -> None:
+    """In a short text, as long as the budget, and in a long one, for each batch and budget."""
     policies = policy_settings(args.policies, model.config.n_layers)
+    last = max(args.positions)
+    context = read_context(model, max(last, *args.budgets), max(last, *args.budgets) + ROOM)
     for n_rows, budget in product(args.batches, args.budgets):
         where = f"batch {n_rows}, budget {budget:,}"
-        records = compare_peers(model, peer, policies, args.positions, n_rows, budget)
-        for text, found in records.items():
-            report.add(f"a {text} text, {where}", peers_table(found), found)
+        texts = {
+            "short": (budget + ROOM, [budget]),
+            "long": (full_budget(last + ROOM), args.positions),
+        }
+        records = {}
+        for text, (longest, positions) in texts.items():
+            makers = contender_makers(model, peer, policies, n_rows, budget, longest)
+            records[text] = compare_peers(model, makers, context, positions, n_rows)
+            report.add(f"a {text} text, {where}", peers_table(records[text]), records[text])
         report.add(f"goals, {where}", goals_table(records))
         name = f"{args.output.stem}-batch{n_rows}-budget{budget}.png"
         title = f"{args.checkpoint.name}, {where}"
