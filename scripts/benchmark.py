@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the decode step: against transformers and kvpress, per policy, and that of labelling.
 
-    python scripts/benchmark.py                  # batch 1, budget 512: 10 minutes on two cores
+    python scripts/benchmark.py                  # batch 1, budget 512
     python scripts/benchmark.py --batches 1,4,16 --budgets 256,1024,4096
     python scripts/benchmark.py --policies all   # the step of every policy, baselines included
     python scripts/benchmark.py --parts labels   # label_importance.py, against a fresh prefill
@@ -62,7 +62,7 @@ from peers import INTERVAL, Context, load_peer, peer_contenders  # noqa: E402
 from plots import line_plot  # noqa: E402
 from tables import markdown  # noqa: E402
 
-STEPS, ROUNDS = INTERVAL, 6  # so that each round of kvpress has one compression
+STEPS, ROUNDS = INTERVAL, 5  # so that each round of kvpress has one compression
 ROOM = STEPS * (ROUNDS + 2)  # tokens that a contender takes in after its position
 LABEL_TOKENS, ANSWER_TOKENS = 1500, 128  # of the text that is labelled, and of its answers
 TEXT = "A river begins as a trickle in the hills and grows with every stream that joins it. "
