@@ -16,12 +16,13 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import profile, record_function, schedule
 
 from epikv import (
     POLICIES,
@@ -777,6 +778,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument_group("output").add_argument
     add("--stats", choices=("text", "json"), default="text", help="form of the statistics")
     add("--show-kept", action="store_true", help="put what is still in the cache in brackets")
+    add("--profile", type=Path, metavar="FILE", help="trace some steps, for chrome://tracing")
     return parser.parse_args(argv)
 
 
@@ -802,6 +804,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(args: argparse.Namespace) -> int:
     own = ("checkpoint", "device", "dtype", "prompt", "prompt_file", "chat", "stats", "show_kept")
+    own += ("profile",)
     settings = {name: value for name, value in vars(args).items() if name not in own}
     # What needs no model to be seen wrong is said before one is loaded.
     eviction_config(**{field.name: settings[field.name] for field in fields(EvictionConfig)})
@@ -811,18 +814,21 @@ def run_command(args: argparse.Namespace) -> int:
         if (value := settings[name]) is not None and value < 1:
             raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {value}")
     if args.chat:
-        if args.num_samples != 1 or args.raw or args.show_kept:
-            raise ValueError("--chat goes without --num-samples, --raw and --show-kept")
+        if args.num_samples != 1 or args.raw or args.show_kept or args.profile:
+            raise ValueError("--chat goes without --num-samples, --raw, --show-kept and --profile")
         if sys.stdin is None:
             raise ValueError("--chat needs an open stdin")
         return chat(load(args), args, settings)
+    if args.profile and not args.profile.parent.is_dir():
+        raise ValueError(f"no such folder: {args.profile.parent}")
     prompt = read_prompt(args)
     if not prompt.strip():
         raise ValueError("the prompt is empty")
     model = load(args)
     generation = stream(model, prompt, **settings)
     streams = args.num_samples == 1 and not args.show_kept
-    finished = show(generation, quiet=not streams)
+    deltas = profiled(generation, args.profile) if args.profile else generation
+    finished = show(deltas, quiet=not streams)
     result = generation.result()
     if not streams:
         print_outputs(model, result, len(generation.prompts[0]), args.show_kept)
@@ -853,10 +859,10 @@ def load(args: argparse.Namespace) -> Transformer:
     return Transformer.from_pretrained(checkpoint, args.device, DTYPES.get(args.dtype))
 
 
-def show(generation: Generation, quiet: bool = False) -> bool:
+def show(deltas: Iterable[Delta], quiet: bool = False) -> bool:
     """Run a generation, printing its text as it comes unless `quiet`. False if Ctrl-C ended it."""
     try:
-        for delta in generation:
+        for delta in deltas:
             if not quiet:
                 print(delta.text, end="", flush=True)
     except KeyboardInterrupt:
@@ -865,6 +871,33 @@ def show(generation: Generation, quiet: bool = False) -> bool:
         if not quiet:
             print(flush=True)
     return True
+
+
+def profiled(generation: Generation, path: Path) -> Iterator[Delta]:
+    """The deltas of a generation, and in `path` a trace of eight of the times it went on for them.
+
+    All rows gain a token in the first, after compilation and prefill, and start the profiler in the
+    second. Raises ValueError for a run that is over by then.
+    """
+
+    def write(trace: profile) -> None:
+        trace.export_chrome_trace(str(path))
+
+    engine = generation.engine
+    for name in (
+        "step",
+        "end_block",
+        "last_tokens",
+    ):  # named here, not for every run: it takes time
+        setattr(engine, name, record_function(name)(getattr(engine, name)))
+    n = len(generation.prompts)
+    when = schedule(wait=n, warmup=n, active=8 * n, repeat=1)
+    with profile(schedule=when, on_trace_ready=write) as profiler:
+        for delta in generation:
+            profiler.step()
+            yield delta
+    if profiler.step_num < 2 * n:
+        raise ValueError("the run was over before there was a step to trace; let it run longer")
 
 
 def chat(model: Transformer, args: argparse.Namespace, settings: dict) -> int:

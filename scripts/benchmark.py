@@ -1,28 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the decode step: against transformers, per policy, over length, and its compilation.
+"""Time the decode step: against transformers and kvpress, per policy, and that of labelling.
 
-    python scripts/benchmark.py [--parts length,policies,peers,compile] [--output benchmark.json]
+    python scripts/benchmark.py                  # batch 1, budget 512
+    python scripts/benchmark.py --batches 1,4,16 --budgets 256,1024,4096
     python scripts/benchmark.py --policies all   # the step of every policy, baselines included
     python scripts/benchmark.py --parts labels   # label_importance.py, against a fresh prefill
 
-Batch 1, greedy, the checkpoint's own weights in float32 on a CPU (bfloat16 on CUDA). Times of
-things that are compared alternate in short rounds of one process, and a ratio is the median over
-the rounds (of policies, the ratio of the sums), so that a busy machine slows both sides. Prints a
-Markdown table a part and writes JSON.
+Greedy, the checkpoint's own weights in float32 on a CPU (bfloat16 on CUDA). Times of things that
+are compared alternate in short rounds of one process, and a ratio is the median over the rounds (of
+policies, the ratio of the sums), so that a busy machine slows both sides.
+
+- `peers` feeds all contenders the same text, whatever they predict: first where each holds as many
+  tokens as the budget, then at several positions of a long text. Those that are not installed (the
+  extra `bench`) are skipped.
+- `processes` gives each contender a process of its own: the peak of its memory while it decodes at
+  the last position, and its compilation, without and with a cache on disk.
+
+Prints Markdown, and writes it, JSON and plots.
 """
 
 import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -33,8 +44,8 @@ from epikv import POLICIES, Calibration, EvictionConfig, FitWeights  # noqa: E40
 from generate import (  # noqa: E402
     Engine,
     Sampling,
+    full_budget,
     memory_bandwidth,
-    peak_memory,
     synchronize,
     weight_bytes,
 )
@@ -46,60 +57,74 @@ from label_importance import (  # noqa: E402
     cut_windows,
     effect_matrix,
 )
-from model import Transformer  # noqa: E402
+from memory import peak_bytes  # noqa: E402
+from model import ModelConfig, Transformer, find_device, one_line, read_json  # noqa: E402
+from peers import INTERVAL, Context, load_peer, peer_contenders  # noqa: E402
+from plots import line_plot  # noqa: E402
+from tables import markdown  # noqa: E402
 
-PEER_TOKENS = 32  # that transformers generates a round
+STEPS, ROUNDS = INTERVAL, 5  # so that each round of kvpress has one compression
+ROOM = STEPS * (ROUNDS + 2)  # tokens that a contender takes in after its position
 LABEL_TOKENS, ANSWER_TOKENS = 1500, 128  # of the text that is labelled, and of its answers
 TEXT = "A river begins as a trickle in the hills and grows with every stream that joins it. "
+# How much faster ours is to be than the fastest of those with such words in their names, in a short
+# text, where all hold as many tokens as the budget, or at the end of a long one.
+GOALS = (
+    ("transformers, the faster of generate() and loop", 2.0, "short", ("generate()", "loop")),
+    ("transformers, static cache, compiled", 1.3, "short", ("static",)),
+    ("kvpress, the fastest press", 2.2, "short", ("kvpress",)),
+    ("full cache of ours", 1.5, "long", ("full",)),
+)
 
 
 class Decoder:
-    """An engine that is driven step by step."""
+    """An engine as a contender: see `peers.py`."""
 
-    def __init__(self, model: Transformer, prompt: list[int], config: EvictionConfig):
-        budget = config.budget
-        self.engine = Engine(model, config, Sampling())
-        self.engine.warm_up([self.engine.prefix(1, budget), None])
-        self.engine.prefill([prompt])
-        self.length = len(prompt)
+    def __init__(self, model: Transformer, config: EvictionConfig, n_rows: int = 1):
+        self.engine = Engine(model, config, Sampling(), n_rows)
+        self.n_rows = n_rows
         self.block = self.engine.cache.block
+        self.budget = None if config.policy == "full" else config.budget
 
-    def run(self, n_steps: int) -> float:
-        """Decode `n_steps` tokens; returns seconds per step."""
+    def prepare(self, context: Context, length: int) -> None:
+        engine = self.engine
+        self.length = length
+        engine.warm_up([engine.prefix(n, n) for n in range(length + 1, length + ROOM)])
+        if self.budget is None:  # whose cache is what the context holds
+            k, v = zip(*context.rows(length, self.n_rows), strict=True)
+            engine.cache.reset()
+            engine.cache.admit(list(k), list(v), [])
+        else:
+            engine.prefill([context.tokens[:length].tolist()] * self.n_rows)
+
+    def run(self, tokens: Tensor) -> float:
+        """Feed `tokens` [n] to every row; returns seconds per step."""
         synchronize(self.engine.model.device)
         start = time.perf_counter()
-        for _ in range(n_steps):
+        for token in tokens:
             self.length += 1
+            self.engine.state.token.copy_(token)
             self.engine.step(self.engine.prefix(self.length, self.length))
             if self.block and self.length % self.block == 0:
                 self.engine.end_block()
         synchronize(self.engine.model.device)
-        return (time.perf_counter() - start) / n_steps
+        return (time.perf_counter() - start) / len(tokens)
 
-    def occupancy(self) -> float:
+    @property
+    def kv_bytes(self) -> int:
+        return sum(layer.k.nbytes + layer.v.nbytes for layer in self.engine.cache.layers)
+
+    @property
+    def compile_seconds(self) -> float:
+        return self.engine.compile_seconds
+
+    def occupancy(self, tokens: Tensor) -> float:
         """Mean share of the slots taken, after each step of a few blocks (of one step without)."""
         shares = []
-        for _ in range(4 * self.block or 1):
-            self.run(1)
+        for i in range(4 * self.block or 1):
+            self.run(tokens[i % len(tokens)][None])
             shares.append(mean_occupancy(self.engine.cache).item())
         return statistics.mean(shares)
-
-
-class TokenClock:
-    """A streamer for transformers' generate that notes when each token comes."""
-
-    def __init__(self):
-        self.times: list[float] = []
-
-    def put(self, tokens) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-    def seconds_per_token(self) -> float:
-        """Over the decode steps: the first two calls are the prompt and the prefill's token."""
-        return (self.times[-1] - self.times[1]) / (len(self.times) - 2)
 
 
 def alternate(contenders: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -126,50 +151,185 @@ def row(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def compare_peers(model: Transformer, checkpoint: Path, budget: int) -> dict:
-    """Our saturated decode at `budget` against transformers with as many tokens in its cache."""
-    import transformers
+# Against peers ----------------------------------------------------------------------------------
 
-    n_new = PEER_TOKENS
-    prompt = make_prompt(model, budget - n_new)
-    peer = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=model.dtype)
-    peer.to(model.device)
-    tokens = torch.tensor([prompt], device=model.device)
-    length = dict(max_new_tokens=n_new, min_new_tokens=n_new, do_sample=False)
 
-    def generate(**options) -> float:
-        clock = TokenClock()
-        peer.generate(tokens, streamer=clock, **length, **options)
-        return clock.seconds_per_token()
-
-    def plain_loop() -> float:
-        cache = transformers.DynamicCache(config=peer.config)
-        with torch.no_grad():
-            token = peer(tokens, past_key_values=cache).logits[:, -1:].argmax(-1)
-            start = time.perf_counter()
-            for _ in range(n_new - 1):
-                token = peer(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-            synchronize(model.device)
-        return (time.perf_counter() - start) / (n_new - 1)
-
-    compiled = transformers.CompileConfig(fullgraph=True, dynamic=False, mode="default")
-    compiled._compile_all_devices = True  # transformers compiles on a CPU only when told so
-    ours = Decoder(model, make_prompt(model, budget), EvictionConfig(budget))
-    seconds = alternate(
-        {
-            "epikv": lambda: ours.run(n_new - 1),
-            "transformers generate()": generate,
-            "transformers forward loop": plain_loop,
-            "transformers static cache, compiled": lambda: generate(
-                cache_implementation="static", compile_config=compiled
-            ),
-        },
-        rounds=9,
-    )
-    return {
-        name: row(times) | {"speed_of_ours": ratio(times, seconds["epikv"])}
-        for name, times in seconds.items()
+def contender_makers(
+    model: Transformer, peer, policies: dict[str, dict], n_rows: int, budget: int, longest: int
+) -> dict[str, Callable]:
+    """What makes each contender, by name, for texts of up to `longest` tokens; ours come first."""
+    configs = {name: EvictionConfig(budget, **options) for name, options in policies.items()}
+    configs["full"] = EvictionConfig(full_budget(longest), "full")
+    ours = {
+        name: lambda config=config: Decoder(model, config, n_rows)
+        for name, config in configs.items()
     }
+    return ours | peer_contenders(peer, n_rows, budget, longest)
+
+
+def read_context(model: Transformer, length: int, n_tokens: int) -> Context:
+    """A text of `n_tokens`, the first `length` of which have gone through the model."""
+    tokens = torch.tensor(make_prompt(model, n_tokens), device=model.device)
+    cache = model.new_cache(EvictionConfig(full_budget(length), "full"))
+    model.prefill(tokens[None, :length], cache)  # the slots of a full cache are in order
+    return Context(
+        tokens, [(layer.k[:, :, :length], layer.v[:, :, :length]) for layer in cache.layers]
+    )
+
+
+def race(contenders: dict, context: Context, position: int) -> dict[str, list[float]]:
+    """Seconds per step of each contender at `position`, over rounds of STEPS tokens."""
+    runs = {}
+    for name, contender in contenders.items():
+        contender.prepare(context, position)
+        parts = iter(context.tokens[position:].split(STEPS))
+        runs[name] = lambda contender=contender, parts=parts: contender.run(next(parts))
+    return alternate(runs, ROUNDS)
+
+
+def measure_at(
+    position: int, model: Transformer, contenders: dict, context: Context, n_rows: int
+) -> list[dict]:
+    """A record for each contender, ours first, at `position` of the text."""
+    bandwidth = memory_bandwidth.__wrapped__(model.device)  # of this minute, not a remembered one
+    seconds = race(contenders, context, position)
+    ours, *_ = seconds.values()
+    k, v = context.kv[0]
+    token_bytes = len(context.kv) * (k[0, :, 0].nbytes + v[0, :, 0].nbytes)
+    records = []
+    for name, times in seconds.items():
+        contender, measured = contenders[name], row(times)
+        held = min(position, contender.budget or position)
+        read = weight_bytes(model) + n_rows * held * token_bytes
+        measured["tokens_per_second"] *= n_rows
+        measured["bandwidth_share"] = read / statistics.median(times) / bandwidth
+        measured |= {"kv_bytes": contender.kv_bytes, "speed_of_ours": ratio(times, ours)}
+        records.append({"contender": name, "position": position} | measured)
+    return records
+
+
+def compare_peers(
+    model: Transformer, makers: dict, context: Context, positions: list[int], n_rows: int
+) -> list[dict]:
+    """The records of all contenders at all `positions`."""
+    contenders = {name: make() for name, make in makers.items()}
+    records = []
+    for position in positions:
+        print(f"batch {n_rows}, position {position:,}", file=sys.stderr)
+        records += measure_at(position, model, contenders, context, n_rows)
+    return records
+
+
+def peers_table(records: list[dict]) -> dict[str, dict]:
+    """A row for each contender: its step at each position, and what else the last one tells."""
+    rows: dict[str, dict] = {}
+    for record in records:
+        cells = rows.setdefault(record["contender"], {})
+        low, high = record["ms_quartiles"]
+        step = f"{record['ms_per_step']:.1f} ({low:.1f} to {high:.1f})"
+        cells[f"ms at {record['position']:,}"] = step
+        if record["position"] == records[-1]["position"]:
+            cells["tokens/s"] = f"{record['tokens_per_second']:.1f}"
+            cells["ours is faster by"] = f"{record['speed_of_ours']:.2f}"
+            cells["KV MB"] = f"{record['kv_bytes'] / 1e6:.1f}"
+            cells["share of bandwidth"] = f"{record['bandwidth_share']:.0%}"
+    return rows
+
+
+def goals_table(records: dict[str, list[dict]]) -> dict[str, dict]:
+    """What was to be reached, and what was, against the fastest of each goal's contenders."""
+    rows = {}
+    for name, goal, text, words in GOALS:
+        last = records[text][-1]["position"]
+        reached = [
+            record["speed_of_ours"]
+            for record in records[text]
+            if record["position"] == last and any(word in record["contender"] for word in words)
+        ]
+        if reached:
+            rows[name] = {"at token": last, "goal": goal, "reached": min(reached)}
+    return rows
+
+
+def plot_peers(path: Path, title: str, records: list[dict]) -> None:
+    series: dict[str, list] = {}
+    for record in records:
+        point = (record["position"], record["ms_per_step"], *record["ms_quartiles"])
+        series.setdefault(record["contender"], []).append(point)
+    try:
+        line_plot(path, title, "position in the text, tokens", "ms per step", series, log_y=True)
+    except ValueError as error:
+        print(f"no plot: {one_line(error)}", file=sys.stderr)
+
+
+# Each in a process of its own -------------------------------------------------------------------
+
+
+def measure_alone(
+    checkpoint: Path,
+    policies: dict,
+    name: str,
+    n_rows: int,
+    budget: int,
+    position: int,
+    folder: str,
+) -> dict[str, float]:
+    """Peak memory of contender `name` while it decodes, and its compilation, cached in `folder`.
+
+    For a process of its own. The context is one of zeros, which take no room.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    POLICIES.update(BASELINES)
+    config = ModelConfig.from_hf(read_json(checkpoint / "config.json"))
+    device = find_device(None)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    ours = name in (*policies, "full")
+    model = Transformer.from_pretrained(checkpoint) if ours else None
+    peer = None if ours else load_peer(checkpoint, dtype, device)
+    longest = full_budget(position + ROOM)
+    contender = contender_makers(model, peer, policies, n_rows, budget, longest)[name]()
+    if contender.budget:  # which is full by then, and the same ever after
+        position = min(position, 2 * contender.budget)
+    zeros = torch.zeros((), dtype=dtype, device=device)
+    kv = zeros.expand(1, config.n_kv_heads, position, config.head_dim)
+    tokens = torch.zeros(position + ROOM, dtype=torch.int64, device=device)
+    contender.prepare(Context(tokens, [(kv, kv)] * config.n_layers), position)
+    contender.run(tokens[:STEPS])
+    if device.type == "cpu":  # the start had a peak of its own; Linux alone can forget it
+        Path("/proc/self/clear_refs").write_text("5")
+    else:
+        torch.cuda.reset_peak_memory_stats()
+    contender.run(tokens[:STEPS])
+    peak = peak_bytes(device.type)
+    return {"peak_memory": peak, "compile_seconds": contender.compile_seconds}
+
+
+def measure_processes(names: list[str], *what) -> dict[str, dict]:
+    """A row for each contender; what: the arguments of `measure_alone` around its name."""
+    checkpoint, policies, *rest = what
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            print(f"{name} in a process of its own", file=sys.stderr)
+            try:
+                cold = last = in_own_process(checkpoint, policies, name, *rest, folder)
+                times = {}
+                if cold["compile_seconds"]:  # a compiler at work leaves its own things in memory
+                    last = in_own_process(checkpoint, policies, name, *rest, folder)
+                    times["compile cold, s"] = cold["compile_seconds"]
+                    times["compile warm, s"] = last["compile_seconds"]
+                rows[name] = {"peak MB": last["peak_memory"] / 1e6} | times
+            except (RuntimeError, MemoryError, OSError) as error:  # or killed: a RuntimeError too
+                rows[name] = {"peak MB": one_line(error)}
+    return rows
+
+
+def in_own_process(*what) -> dict[str, float]:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(measure_alone, *what).result()
+
+
+# Of our own -------------------------------------------------------------------------------------
 
 
 def any_calibration(n_layers: int, n_kv_heads: int) -> Calibration:
@@ -209,45 +369,28 @@ def compare_policies(model: Transformer, budget: int, settings: dict[str, dict])
     Over 1,024 steps, so that what block-wise policies do at the end of a block is shared out. The
     times are means over a round for the same reason, and the ratio is that of the sums.
     """
-    prompt = make_prompt(model, budget)
+    tokens = torch.tensor(make_prompt(model, budget + 64), device=model.device)
+    fed = tokens[budget:]
     decoders = {}
     for name, options in ({"streaming": dict(policy="streaming")} | settings).items():
         print(f"compiling {name}", file=sys.stderr)
-        decoders[name] = Decoder(model, prompt, EvictionConfig(budget, **options))
+        decoders[name] = Decoder(model, EvictionConfig(budget, **options))
+        decoders[name].prepare(Context(tokens, []), budget)
     seconds = {name: [] for name in decoders}
     beside = {name: [] for name in decoders}  # of streaming, in the same moment
     for n in range(16):
         print(f"round {n + 1} of 16", file=sys.stderr)
         for name, decoder in decoders.items():
-            beside[name].append(decoders["streaming"].run(16))
-            seconds[name].append(decoder.run(64))
+            beside[name].append(decoders["streaming"].run(fed[:16]))
+            seconds[name].append(decoder.run(fed))
     return {
         name: {"slot_map": decoders[name].engine.cache.config.slot_map}
         | row(times)
         | {
             "time_over_streaming": sum(times) / sum(beside[name]),
-            "mean_occupancy": decoders[name].occupancy(),
+            "mean_occupancy": decoders[name].occupancy(fed),
         }
         for name, times in seconds.items()
-    }
-
-
-def compare_lengths(model: Transformer, budget: int) -> dict:
-    """Step time and peak memory 1,000 and 8,000 tokens into a text, within `budget`."""
-    decoders, peaks = {}, {}
-    for length in (1000, 8000):
-        config = EvictionConfig(budget)
-        decoder = decoders[length] = Decoder(model, make_prompt(model, 64), config)
-        decoder.run(length - decoder.length)
-        peaks[length] = peak_memory(model.device)
-    seconds = alternate(
-        {length: lambda decoder=decoder: decoder.run(10) for length, decoder in decoders.items()},
-        rounds=21,
-    )
-    return {
-        f"token {length:,}": row(times)
-        | {"time_over_first": ratio(times, seconds[1000]), "peak_memory": peaks[length]}
-        for length, times in seconds.items()
     }
 
 
@@ -306,38 +449,40 @@ def timed(n_windows: int, run: Callable[[], object]) -> Callable[[], float]:
     return measure
 
 
-def measure_compilation(checkpoint: Path, budget: int) -> dict:
-    """Seconds to compile all of a run's decode steps in new processes, without and with a cache."""
-    with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(checkpoint)]
-        command += ["--budget", str(budget), "--max-new-tokens", str(budget + 8), "--ignore-eos"]
-        command += ["--prompt", "Hello", "--stats", "json"]
-        result = {}
-        for name in ("cold", "warm"):
-            done = subprocess.run(
-                command,
-                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache},
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            record = json.loads(done.stderr.splitlines()[-1])
-            result[name] = {"compile_seconds": record["compile_seconds"]}
-    return result
-
-
 def make_prompt(model: Transformer, n_tokens: int) -> list[int]:
     tokens = model.tokenizer.encode(TEXT)
     return (tokens * (n_tokens // len(tokens) + 1))[:n_tokens]
 
 
-def print_table(title: str, rows: dict[str, dict]) -> None:
-    """A Markdown table with a column for each key of the rows."""
+# Reporting --------------------------------------------------------------------------------------
+
+
+class Report:
+    """Tables that are printed at once, and written to `output` and beside it, with their data."""
+
+    def __init__(self, output: Path):
+        self.output = output
+        self.text, self.data = "", {}
+
+    def add(self, title: str, rows: dict[str, dict], data=None) -> None:
+        """A table, and in the JSON file, under its title, what it was made of."""
+        section = f"\n{title}\n\n{table(rows)}\n"
+        print(section, end="", flush=True)
+        self.text += section
+        self.data[title] = rows if data is None else data
+        self.output.with_suffix(".md").write_text(self.text.lstrip(), encoding="utf-8")
+        self.output.write_text(json.dumps(self.data, indent=2) + "\n", encoding="utf-8")
+
+
+def table(rows: dict[str, dict]) -> str:
+    """A Markdown table with a column for each key of the rows, some of which may lack some."""
     columns = list(dict.fromkeys(key for record in rows.values() for key in record))
-    print(f"\n{title}\n\n| | {' | '.join(column.replace('_', ' ') for column in columns)} |")
-    print("|---" * (len(columns) + 1) + "|")
-    for name, record in rows.items():
-        print(f"| {name} | {' | '.join(show(record[column]) for column in columns)} |", flush=True)
+    titles = ["", *(column.replace("_", " ") for column in columns)]
+    cells = [
+        [name, *(show(record.get(column, "")) for column in columns)]
+        for name, record in rows.items()
+    ]
+    return markdown(titles, cells)
 
 
 def show(value) -> str:
@@ -361,53 +506,109 @@ def describe(model: Transformer) -> dict:
     }
 
 
-def main() -> None:
+def report_peers(report: Report, model: Transformer, peer, args: argparse.Namespace) -> None:
+    """In a short text, as long as the budget, and in a long one, for each batch and budget."""
+    policies = policy_settings(args.policies, model.config.n_layers, model.config.n_kv_heads)
+    last = max(args.positions)
+    context = read_context(model, max(last, *args.budgets), max(last, *args.budgets) + ROOM)
+    for n_rows, budget in product(args.batches, args.budgets):
+        where = f"batch {n_rows}, budget {budget:,}"
+        texts = {
+            "short": (budget + ROOM, [budget]),
+            "long": (full_budget(last + ROOM), args.positions),
+        }
+        records = {}
+        for text, (longest, positions) in texts.items():
+            makers = contender_makers(model, peer, policies, n_rows, budget, longest)
+            records[text] = compare_peers(model, makers, context, positions, n_rows)
+            report.add(f"a {text} text, {where}", peers_table(records[text]), records[text])
+        report.add(f"goals, {where}", goals_table(records))
+        name = f"{args.output.stem}-batch{n_rows}-budget{budget}.png"
+        title = f"{args.checkpoint.name}, {where}"
+        plot_peers(args.output.with_name(name), title, records["long"])
+
+
+def report_processes(report: Report, model: Transformer, peer, args: argparse.Namespace) -> None:
+    policies = policy_settings(args.policies, model.config.n_layers, model.config.n_kv_heads)
+    for n_rows, budget in product(args.batches, args.budgets):
+        names = list(contender_makers(model, peer, policies, n_rows, budget, budget))
+        what = (args.checkpoint, policies, n_rows, budget, max(args.positions))
+        title = f"processes, batch {n_rows}, budget {budget:,}"
+        report.add(title, measure_processes(names, *what))
+
+
+def report_policies(report: Report, model: Transformer, peer, args: argparse.Namespace) -> None:
+    policies = policy_settings(args.policies, model.config.n_layers, model.config.n_kv_heads)
+    for budget in args.budgets:
+        report.add(f"policies, budget {budget:,}", compare_policies(model, budget, policies))
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers of at least 1, ascending, from "1,4,16"."""
+    try:
+        found = sorted({int(number) for number in text.split(",")})
+    except ValueError:
+        found = [0]
+    if found[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers; try 1,4,16")
+    return found
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     demo = ROOT / "models/SmolLM2-135M-Instruct"
     add("--checkpoint", type=Path, default=demo, help="local folder (default: the demo model)")
-    add("--budget", type=int, default=512, help="slots (default: 512)")
-    # Length first: a process's peak memory only grows, and the peers need more.
-    add("--parts", help="default: length,policies,peers,compile; with --policies only policies")
-    add("--policies", help="of the part policies: all, or names with commas (default: epikv)")
+    add("--batches", type=numbers, default=[1], help="rows of peers and processes (default: 1)")
+    add("--budgets", type=numbers, default=[512], help="slots (default: 512)")
+    places = "1000,4000,8000"
+    add("--positions", type=numbers, default=numbers(places), help=f"of a text (default: {places})")
+    add("--parts", help="of peers,processes (the default),policies,labels")
+    add("--policies", help="all, or names with commas (default: epikv); alone: the part policies")
     add("--output", type=Path, default=Path("benchmark.json"), help="default: benchmark.json")
     args = parser.parse_args()
     POLICIES.update(BASELINES)
-    policies = args.policies or "epikv"
+    args.parts = (args.parts or ("policies" if args.policies else "peers,processes")).split(",")
+    args.policies = args.policies or "epikv"
     try:
-        for options in policy_settings(policies).values():
-            EvictionConfig(args.budget, **options)
+        check(args)
     except ValueError as error:
         parser.error(str(error))
-    parts = {
-        "peers": lambda: compare_peers(model, args.checkpoint, args.budget),
-        "policies": lambda: compare_policies(
-            model,
-            args.budget,
-            policy_settings(policies, model.config.n_layers, model.config.n_kv_heads),
-        ),
-        "length": lambda: compare_lengths(model, args.budget),
-        "compile": lambda: measure_compilation(args.checkpoint, args.budget),
-        "labels": lambda: compare_labels(model),
-    }
-    default = "policies" if args.policies else "length,policies,peers,compile"
-    names = (args.parts or default).split(",")
-    if "peers" in names and args.budget <= PEER_TOKENS:
-        parser.error(f"the part peers needs a budget above {PEER_TOKENS}, got {args.budget}")
-    for name in names:
-        if name not in parts:
-            parser.error(f"unknown part {name!r}; known: {', '.join(parts)}")
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError for what cannot be, before a model is loaded."""
+    for part in args.parts:
+        if part not in PARTS:
+            raise ValueError(f"unknown part {part!r}; known: {', '.join(PARTS)}")
+    if args.output.suffix != ".json" or not args.output.parent.is_dir():
+        raise ValueError(f"output must be a .json file in a folder, got {args.output}")
+    for options in policy_settings(args.policies).values():
+        for budget in args.budgets:
+            EvictionConfig(budget, **options)
+
+
+def main() -> None:
+    args = parse_arguments()
     try:
         model = Transformer.from_pretrained(args.checkpoint)
     except ValueError as error:
-        parser.error(str(error))
-    result = {"machine": {"this machine": describe(model)}}
-    print_table(f"budget {args.budget}, {args.checkpoint.name}", result["machine"])
-    for name in names:
-        result[name] = parts[name]()
-        print_table(name, result[name])
-        args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        sys.exit(f"error: {error}")
+    report = Report(args.output)
+    report.add(args.checkpoint.name, {"this machine": describe(model)})
+    needs_peer = {"peers", "processes"} & set(args.parts)
+    peer = load_peer(args.checkpoint, model.dtype, model.device) if needs_peer else None
+    for part in args.parts:
+        PARTS[part](report, model, peer, args)
 
+
+PARTS = {
+    "peers": report_peers,
+    "processes": report_processes,
+    "policies": report_policies,
+    "labels": lambda report, model, *_: report.add("labels", compare_labels(model)),
+}
 
 if __name__ == "__main__":
     main()

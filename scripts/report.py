@@ -286,8 +286,8 @@ def tuning(half: str, chosen: dict) -> str:
         for name in ("age", "recent")
     )
     return (
-        f"Tuned on the {half} half in a budget of {chosen['budget']}, loss gap in nats by the weight"
-        f" of log(1 + age): {by_age}; then by the share of recent tokens: {by_recent}."
+        f"Tuned on the {half} half in a budget of {chosen['budget']}, loss gap in nats by the"
+        f" weight of log(1 + age): {by_age}; then by the share of recent tokens: {by_recent}."
     )
 
 

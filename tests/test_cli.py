@@ -722,11 +722,43 @@ def test_the_marks_of_several_samples(cli, started):
         assert line.replace("[", "").replace("]", "") == output.text
 
 
+@pytest.mark.parametrize("n_rows", [1, 3])
+def test_a_trace_shows_eight_steps(cli, tmp_path, n_rows):
+    """In the format of trace viewers, each with its operators, and the text is the same."""
+    trace = tmp_path / "trace.json"
+    command = (*PROMPT, "--budget", 16, "--max-new-tokens", 14, "--ignore-eos")
+    command += ("--num-samples", n_rows, "--temperature", 0)
+    assert cli(*command, "--profile", trace)[:2] == cli(*command)[:2]
+    events = tiny.read_json(trace)["traceEvents"]
+    notes = [event for event in events if event.get("cat") == "user_annotation"]
+    steps = [event for event in notes if event["name"] == "step"]
+    reads = [event for event in notes if event["name"] == "last_tokens"]
+    assert len(steps) == len(reads) == 8
+    heads = [event for event in events if event["name"] == "aten::argmax" and event["ph"] == "X"]
+    for step in steps:
+        within = [e for e in heads if step["ts"] <= e["ts"] < step["ts"] + step["dur"]]
+        assert within
+
+
+def test_a_run_without_steps_to_trace(cli, tmp_path):
+    code, _, err = cli(*PROMPT, "--max-new-tokens", 1, "--profile", tmp_path / "trace.json")
+    assert code == 2 and not (tmp_path / "trace.json").exists()
+    assert err == "error: the run was over before there was a step to trace; let it run longer\n"
+
+
+def test_a_trace_needs_a_folder_and_no_chat(cli, unloadable, tmp_path):
+    """Told before the model is loaded."""
+    code, out, err = cli(*PROMPT, "--profile", tmp_path / "none" / "trace.json")
+    assert (code, out, err) == (2, "", f"error: no such folder: {tmp_path / 'none'}\n")
+    code, out, err = cli("--chat", "--profile", tmp_path / "trace.json")
+    assert (code, out) == (2, "") and "--chat goes without" in err and "--profile" in err
+
+
 OPTIONS = """--checkpoint --prompt --prompt-file --chat --system --raw --budget --policy --sinks
     --recent --window --calibration --band-a --band-b --lag --lag-reference --quotas
     --value-reserve --value-statistic --slot-map --max-new-tokens --temperature --top-k --top-p
     --min-p --seed --num-samples --ignore-eos --device --dtype --compile-mode --no-compile --stats
-    --show-kept""".split()
+    --show-kept --profile""".split()
 
 
 def test_help_names_every_option_in_its_group(cli, unloadable, monkeypatch):

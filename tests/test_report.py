@@ -133,7 +133,10 @@ def calibrated(source):
         evidence = {"within_trace": [0.3 * sign], "low": [0.1 * sign], "high": [0.5 * sign]}
         content = {"band_a": [3, 4, 5], "band_b": [7], "weight_a": 1.0, "weight_b": 0.25}
         content |= {"outcome": "effect", "trend": {"raw": 0.5, "z-score": -0.125}}
-        content["checked"] = {"bands": evidence | {"p": 0.01}}
+        content["checked"] = {"bands": evidence | {"p": 0.01}, "fit": evidence | {"p": 0.02}}
+        content["by_head"] = {"fit": [0.6 * sign, 0.55, 0.65]}
+        content |= {"budget": 128, "tuned": {"age": {"-0.5": 0.25, "0.0": 0.5}}}
+        content["tuned"]["recent"] = {"0.25": 0.125, "0.375": 0.0625}
         text = json.dumps(content)
         (source / "calibration" / f"{half}.json").write_text(text, encoding="utf-8")
         records = [record("epikv", trace, 0.15 + 0.1 * int(trace)) for trace in traces]
@@ -152,7 +155,13 @@ def test_calibration_by_hand(calibrated):
     Traces that some policy has not seen are left out.
     """
     text = report.calibration_section(calibrated, calibrated.parent / "page.md")
-    assert row_of(text, "first half: bands")[1:] == ["+0.300 (+0.100 to +0.500)", "0.010"]
+    assert row_of(text, "first half: bands")[1:] == ["+0.300 (+0.100 to +0.500)", "0.010", ""]
+    assert row_of(text, "first half: fit")[2:] == ["0.020", "+0.600 (+0.550 to +0.650)"]
+    assert (
+        "Tuned on the second half in a budget of 128, loss gap in nats by the weight of"
+        " log(1 + age): -0.5: 0.250, 0: 0.500; then by the share of recent tokens: 0.25: 0.125,"
+        " 0.375: 0.062."
+    ) in text
     assert row_of(text, "second half: bands")[1] == "-0.300 (-0.100 to -0.500)"
     assert "for a token blocks 3 to 5, against it 7, weights 1.00 and 0.25" in text
     assert "by +0.50 from raw changes, by -0.12 from z-scores" in text

@@ -987,19 +987,17 @@ def test_a_cell_of_a_table(value, text):
     assert benchmark.show(value) == text
 
 
-def test_a_table_is_markdown(capsys):
+def test_a_table_is_markdown():
+    """A cell that a row has not is empty."""
     rows = {
         "ours": {"ms_per_step": 2.0, "peak_memory": 1500, "ms_quartiles": [1.0, 3.0]},
-        "theirs": {"ms_per_step": 4.5, "peak_memory": 20, "ms_quartiles": [4.0, 5.0]},
+        "theirs": {"ms_per_step": 4.5, "ms_quartiles": [4.0, 5.0]},
     }
-    benchmark.print_table("A title", rows)
-    assert capsys.readouterr().out == (
-        "\nA title\n"
-        "\n"
-        "| | ms per step | peak memory | ms quartiles |\n"
-        "|---|---|---|---|\n"
+    assert benchmark.table(rows) == (
+        "|  | ms per step | peak memory | ms quartiles |\n"
+        "| --- | --- | --- | --- |\n"
         "| ours | 2.000 | 1,500 | 1.000 to 3.000 |\n"
-        "| theirs | 4.500 | 20 | 4.000 to 5.000 |\n"
+        "| theirs | 4.500 |  | 4.000 to 5.000 |"
     )
 
 
@@ -1016,26 +1014,6 @@ def test_a_table_is_markdown(capsys):
 def test_a_prompt_has_the_wanted_length(n_tokens, expected):
     tokenizer = types.SimpleNamespace(encode={benchmark.TEXT: [5, 6, 7]}.get)
     assert benchmark.make_prompt(types.SimpleNamespace(tokenizer=tokenizer), n_tokens) == expected
-
-
-def test_the_clock_leaves_out_prompt_and_prefill(monkeypatch):
-    """Three decode steps from 5 to 9."""
-    ticks = iter([0.0, 5.0, 6.0, 8.0, 9.0])
-    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(ticks))
-    clock = benchmark.TokenClock()
-    for _ in range(5):
-        clock.put(None)
-    clock.end()
-    assert clock.seconds_per_token() == pytest.approx(4 / 3)
-
-
-def test_transformers_calls_the_clock_for_the_prompt_and_each_token(tmp_path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.make_model(tmp_path))
-    clock = benchmark.TokenClock()
-    options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
-    model.generate(torch.tensor([[1, 2, 3]]), streamer=clock, **options)
-    assert len(clock.times) == 1 + 6
-    assert clock.seconds_per_token() == (clock.times[6] - clock.times[1]) / 5
 
 
 def register(monkeypatch):
@@ -1106,20 +1084,24 @@ def test_a_policy_is_timed_beside_streaming(monkeypatch):
     runs = []
 
     class Decoder:
-        def __init__(self, model, prompt, config):
+        def __init__(self, model, config):
             self.config = config
             self.engine = types.SimpleNamespace(cache=types.SimpleNamespace(config=config))
 
-        def run(self, n_steps):
-            runs.append((self.config.policy, n_steps))
+        def prepare(self, context, length):
+            assert context.tokens[:length].tolist() == [1] * 64
+
+        def run(self, tokens):
+            runs.append((self.config.policy, len(tokens)))
             return len(runs) * (1.1 if self.config.policy == "epikv" else 1.0)
 
-        def occupancy(self):
+        def occupancy(self, tokens):
             return 0.75
 
     monkeypatch.setattr(benchmark, "Decoder", Decoder)
     monkeypatch.setattr(benchmark, "make_prompt", lambda model, n_tokens: [1] * n_tokens)
-    table = benchmark.compare_policies(None, 64, {"epikv": dict(policy="epikv")})
+    model = types.SimpleNamespace(device=torch.device("cpu"))
+    table = benchmark.compare_policies(model, 64, {"epikv": dict(policy="epikv")})
     assert sum(n for policy, n in runs if policy == "epikv") == 1024
     # A round is streaming twice, then streaming and epikv: runs 4r + 3 and 4r + 4 of 16 rounds.
     beside, own = sum(range(3, 64, 4)), sum(range(4, 65, 4))
@@ -1136,7 +1118,9 @@ def test_a_decoder_ends_blocks_and_tells_the_occupancy(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark.Engine, "warm_up", lambda self, prefixes: None)
     model = benchmark.Transformer.from_pretrained(tiny.make_checkpoint(tmp_path))
     monkeypatch.setattr(generate, "compiled_step", lambda mode, device: generate.decode_step)
-    decoder = benchmark.Decoder(model, [1] * 20, benchmark.EvictionConfig(64, "r-kv"))
+    decoder = benchmark.Decoder(model, benchmark.EvictionConfig(64, "r-kv"))
+    tokens = torch.ones(100, dtype=torch.int64)
+    decoder.prepare(benchmark.Context(tokens, []), 20)
     ends, end_block = [], decoder.engine.end_block
 
     def counted():
@@ -1144,19 +1128,9 @@ def test_a_decoder_ends_blocks_and_tells_the_occupancy(monkeypatch, tmp_path):
         end_block()
 
     monkeypatch.setattr(decoder.engine, "end_block", counted)
-    assert decoder.run(80) > 0
+    assert decoder.run(tokens[20:]) > 0
     assert ends == list(range(24, 101, 8))
-    assert decoder.occupancy() == pytest.approx(59.5 / 64)
-
-
-def test_the_peers_need_a_budget(monkeypatch, capsys):
-    """Of more than the 32 tokens that they generate; told before the model is loaded."""
-    command = ["benchmark.py", "--checkpoint", "/nowhere", "--budget", "32", "--parts", "peers"]
-    register(monkeypatch)
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit):
-        benchmark.main()
-    assert "peers needs a budget above 32, got 32" in capsys.readouterr().err
+    assert decoder.occupancy(tokens) == pytest.approx(59.5 / 64)
 
 
 @pytest.mark.parametrize(
@@ -1183,24 +1157,24 @@ def run_benchmark(monkeypatch, tmp_path, parts, *options, **replaced):
     register(monkeypatch)  # as main() does, but for the time of the test
     monkeypatch.setattr(benchmark, "memory_bandwidth", lambda device: 5e9)
     monkeypatch.setattr(benchmark, "compare_policies", lambda *args: {"epikv": {"ms": 1.0}})
-    monkeypatch.setattr(benchmark, "compare_lengths", lambda *args: {"token 1,000": {"ms": 2.0}})
     for name, function in replaced.items():
         monkeypatch.setattr(benchmark, name, function)
     benchmark.main()
     return output
 
 
-def test_the_benchmark_prints_tables_and_writes_json(monkeypatch, tmp_path, capsys):
-    output = run_benchmark(monkeypatch, tmp_path, "length,policies")
+def test_the_benchmark_prints_tables_and_writes_them(monkeypatch, tmp_path, capsys):
+    output = run_benchmark(monkeypatch, tmp_path, "policies")
     result = json.loads(output.read_text(encoding="utf-8"))
-    assert result["policies"] == {"epikv": {"ms": 1.0}}
-    assert result["length"] == {"token 1,000": {"ms": 2.0}}
-    machine = result["machine"]["this machine"]
+    assert result["policies, budget 32"] == {"epikv": {"ms": 1.0}}
+    machine = result["tiny-model"]["this machine"]
     assert machine["memory_gigabytes_per_second"] == 5.0
     # Megabytes over megabytes a millisecond.
     assert machine["ms_to_read_weights"] == pytest.approx(machine["weights_megabytes"] / 5)
-    titles = [line for line in capsys.readouterr().out.splitlines() if line and line[0] != "|"]
-    assert titles == ["budget 32, tiny-model", "length", "policies"]
+    printed = capsys.readouterr().out
+    titles = [line for line in printed.splitlines() if line and line[0] != "|"]
+    assert titles == ["tiny-model", "policies, budget 32"]
+    assert output.with_suffix(".md").read_text(encoding="utf-8") == printed.lstrip()
 
 
 def test_labels_are_timed_by_the_window(monkeypatch, tmp_path):
@@ -1234,7 +1208,7 @@ def test_labels_are_timed_by_the_window(monkeypatch, tmp_path):
 
 def test_an_unknown_part_of_the_benchmark_is_told(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
-        run_benchmark(monkeypatch, tmp_path, "length,speed")
+        run_benchmark(monkeypatch, tmp_path, "labels,speed")
     assert exit.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "unknown part 'speed'; known: peers" in captured.err
