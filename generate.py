@@ -31,7 +31,7 @@ from epikv import (
     SlotCache,
     hash_uniform,
 )
-from model import Block, Transformer, one_line
+from model import QUANTISED, Block, Transformer, one_line
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_BUDGET = 4096
@@ -712,6 +712,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--checkpoint", help="Hugging Face repo id or local folder (default: the demo model)")
     add("--device", help="cuda, cpu or mps (default: cuda where there is one, else cpu)")
     add("--dtype", choices=DTYPES, help="default: float32 on cpu, else bfloat16")
+    add("--quantize", choices=QUANTISED, help="hold the weights as int8 or int4 (default: neither)")
     add(
         "--compile-mode",
         choices=COMPILE_MODES,
@@ -801,7 +802,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    own = ("checkpoint", "device", "dtype", "prompt", "prompt_file", "chat", "stats", "show_kept")
+    own = ("checkpoint", "device", "dtype", "quantize")
+    own += ("prompt", "prompt_file", "chat", "stats", "show_kept")
     settings = {name: value for name, value in vars(args).items() if name not in own}
     # What needs no model to be seen wrong is said before one is loaded.
     eviction_config(**{field.name: settings[field.name] for field in fields(EvictionConfig)})
@@ -850,7 +852,8 @@ def load(args: argparse.Namespace) -> Transformer:
     if checkpoint is None:
         demo = Path(__file__).resolve().parent / "models" / DEMO_MODEL.split("/")[1]
         checkpoint = demo if demo.is_dir() else DEMO_MODEL
-    return Transformer.from_pretrained(checkpoint, args.device, DTYPES.get(args.dtype))
+    dtype = DTYPES.get(args.dtype)
+    return Transformer.from_pretrained(checkpoint, args.device, dtype, args.quantize)
 
 
 def show(generation: Generation, quiet: bool = False) -> bool:

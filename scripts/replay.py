@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from epikv import NO_POSITION, POLICIES, Calibration, EvictionConfig, SlotCache  # noqa: E402
 from generate import DTYPES, Engine, Sampling, full_budget, parse_calibration  # noqa: E402
-from model import Transformer  # noqa: E402
+from model import QUANTISED, Transformer  # noqa: E402
 
 CHUNK = 32
 
@@ -264,6 +264,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of all random choices (default: 0)")
     add("--device", help="cuda or cpu (default: cuda where there is one)")
     add("--dtype", choices=DTYPES, help="default: float32 on cpu, else bfloat16")
+    add("--quantize", choices=QUANTISED, help="hold the weights so (default: in the dtype)")
     add(
         "--no-compile",
         dest="compile_mode",
@@ -296,7 +297,8 @@ def load_model(args: argparse.Namespace) -> Transformer:
     device = args.device
     if device is None and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    model = Transformer.from_pretrained(args.checkpoint, device, DTYPES.get(args.dtype))
+    dtype = DTYPES.get(args.dtype)
+    model = Transformer.from_pretrained(args.checkpoint, device, dtype, args.quantize)
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # where streams and graphs are made
     return model
@@ -304,12 +306,13 @@ def load_model(args: argparse.Namespace) -> Transformer:
 
 def describe(args: argparse.Namespace, model: Transformer) -> dict:
     """What results depend on in the model and the machine, to stand in the settings of a run."""
-    weights = model.blocks[-1].down.weight.flatten()[:256].tolist()
+    weights = next(model.blocks[-1].down.parameters()).flatten()[:256].tolist()
     on_gpu = model.device.type == "cuda"
     return {
         "checkpoint": Path(args.checkpoint).name,
         "weights": hashlib.sha256(repr((model.config, weights)).encode()).hexdigest()[:16],
         "dtype": str(model.dtype).removeprefix("torch."),
+        "quantize": args.quantize,
         "device": torch.cuda.get_device_name() if on_gpu else model.device.type,
         "compile_mode": args.compile_mode,
         "torch": torch.__version__,

@@ -1,0 +1,218 @@
+"""Quantised weights against a slow twin: rounding, products, loading, the compiled step."""
+
+import pytest
+import tiny
+import torch
+
+import model as model_file
+from epikv import EvictionConfig
+from generate import Engine, Generation, Sampling, generate, weight_bytes
+from model import CheckpointError, Int4, Int8, Transformer
+
+# The inputs of every weight are a multiple of a group of int4.
+SHAPE = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+FORMATS = {"int8": Int8, "int4": Int4}
+
+
+def random_weight(n_out, n_in, seed=0):
+    """Rows and groups of different sizes; one all zero, one with a single sign."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(n_out, n_in, generator=generator)
+    weight *= torch.logspace(-3, 3, n_out)[:, None]
+    weight[1] = 0
+    weight[2] = weight[2].abs()
+    weight[3, 5] = 40 * weight[3].abs().max()
+    return weight
+
+
+def quantised(name, weight):
+    held = FORMATS[name].empty(*weight.shape)
+    held.copy_(weight)
+    return held
+
+
+def int8_twin(weight):
+    """Values and scales [n_out, n_in], an entry at a time, in Python's own numbers."""
+    values, scales = [], []
+    for row in weight.double().tolist():
+        scale = max(map(abs, row)) / 127
+        values.append([round(x / scale) * scale if scale else 0.0 for x in row])
+        scales.append([scale] * len(row))
+    return torch.tensor(values), torch.tensor(scales)
+
+
+def int4_twin(weight):
+    """Likewise: -8 is where a group reaches farther, and 7.5 is what the other end may need."""
+    values, scales = [], []
+    for row in weight.double().tolist():
+        out, sizes = [], []
+        for start in range(0, len(row), 64):
+            group = row[start : start + 64]
+            sign = 1 if max(group[0], *group) < -min(group) else -1
+            far, near = -min(x * sign for x in group), max(x * sign for x in group)
+            scale = sign * max(far / 8, near / 7.5)
+            for x in group:
+                level = round(x / scale) if scale else 0
+                out.append(max(-8, min(7, level)) * scale)
+                sizes.append(abs(scale))
+        values.append(out)
+        scales.append(sizes)
+    return torch.tensor(values), torch.tensor(scales)
+
+
+TWINS = {"int8": int8_twin, "int4": int4_twin}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounding_equals_the_slow_twin(name):
+    """And no weight is off by more than half its scale."""
+    weight = random_weight(9, 192)
+    values, scales = TWINS[name](weight)
+    found = quantised(name, weight).dequantised(torch.float64)
+    # An entry half-way between two levels may go either way: the twin divides in float64.
+    error = (found - values).abs() / scales.clamp(min=1e-30)
+    assert (error > 1e-4).double().mean() < 0.005 and error.max() < 1.001
+    assert torch.all((found - weight).abs() <= 0.5001 * scales)
+    assert torch.equal(found[1], torch.zeros(192, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name, bytes_per_weight", [("int8", 1), ("int4", 0.5)])
+def test_a_weight_takes_its_bits_and_its_scales(name, bytes_per_weight):
+    held = FORMATS[name].empty(10, 256)
+    assert held.shape == (10, 256) and len(held) == 10
+    n_scales = 10 if name == "int8" else 10 * 256 // 64
+    assert held.levels.nbytes == 10 * 256 * bytes_per_weight
+    assert held.scale.nbytes == 4 * n_scales
+
+
+@pytest.mark.parametrize("name, n_levels", [("int8", 255), ("int4", 16)])
+def test_every_level_is_used(name, n_levels):
+    evenly = torch.linspace(-1, 1, 640).view(64, 10).T.flatten()  # in each group too
+    held = quantised(name, evenly.expand(2, -1))
+    scale = held.scale.double().repeat_interleave(640 // held.scale.shape[1], 1)
+    levels = (held.dequantised(torch.float64) / scale).round()
+    assert len(levels[0].unique()) == n_levels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_equal_those_of_the_dequantised_weight(name, dtype):
+    """Of one row and of several, compiled and eager, with a bias."""
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = torch.randn(2, 40, 128, generator=generator)
+    held, bias = quantised(name, weight), bias[:, 0].to(dtype)
+    rows = torch.randn(3, 1, 128, generator=generator).to(dtype)
+    compiled = torch.compile(model_file.linear, fullgraph=True, dynamic=False)
+    exact = held.dequantised(torch.float64)
+    tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5
+    for x in (rows[:1], rows):
+        expected = x.double() @ exact.T + bias.double()
+        for linear in (model_file.linear, compiled):
+            with torch._dynamo.config.patch(recompile_limit=64):
+                y = linear(x, held, bias)
+            assert y.dtype == dtype and y.shape == expected.shape
+            torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=8 * tolerance)
+
+
+# Whole models ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("quantised")
+    return tiny.make_checkpoint(path, "Qwen2", tie_word_embeddings=request.param, **SHAPE)
+
+
+def dequantise(model, plain):
+    """Put the rounded weights of `model` into `plain`, which holds none."""
+    for name, module in plain.named_modules():
+        if isinstance(module, model_file.Linear):
+            module.weight.copy_(model.get_submodule(name).weight.dequantised(plain.dtype))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_checkpoint_is_quantised_part_by_part(folder, name):
+    """Every weight is what its own rows give; a head is int8; all else is as stored."""
+    stored = Transformer.from_pretrained(folder, dtype=torch.float64)
+    model = Transformer.from_pretrained(folder, dtype=torch.float64, quantize=name)
+    for path, module in stored.named_modules():
+        if isinstance(module, model_file.Linear):
+            kind = "int8" if path == "head" else name
+            expected = quantised(kind, module.weight).dequantised(torch.float64)
+            found = model.get_submodule(path).weight.dequantised(torch.float64)
+            assert torch.equal(found, expected)
+    head = stored.embedding if stored.head is None else stored.head.weight
+    expected = quantised("int8", head).dequantised(torch.float64)
+    assert torch.equal(model.head.weight.dequantised(torch.float64), expected)
+    assert torch.equal(model.embedding, stored.embedding)
+    assert torch.equal(model.blocks[0].qkv.bias, stored.blocks[0].qkv.bias)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_bytes_a_step_reads(folder, name):
+    """Counted by hand from the shapes: three blocks, biases of q, k, v, norms, and the head."""
+    model = Transformer.from_pretrained(folder, quantize=name)
+    weights = [(128, 64), (64, 64), (256, 64), (64, 128)]  # qkv, out, gate_up, down
+    if name == "int8":
+        n_bytes = sum(n_out * n_in + 4 * n_out for n_out, n_in in weights)
+    else:
+        n_bytes = sum(n_out * n_in // 2 + 4 * n_out * n_in // 64 for n_out, n_in in weights)
+    floats = 3 * (2 * 64 + 128) + 64
+    head = tiny.VOCAB_SIZE * (64 + 4)
+    assert weight_bytes(model) == 3 * n_bytes + 4 * floats + head
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_generation_equals_that_of_the_rounded_weights(folder, name):
+    """Three rows that fill and evict, eager; float64, so that no likeliest token is in doubt."""
+    model = Transformer.from_pretrained(folder, dtype=torch.float64, quantize=name)
+    plain = Transformer(model.config, torch.float64)
+    plain.load_state_dict(Transformer.from_pretrained(folder, dtype=torch.float64).state_dict())
+    dequantise(model, plain)
+    if plain.head is None:
+        plain.head = model_file.Linear(64, tiny.VOCAB_SIZE, False, torch.float64)
+        plain.head.weight.requires_grad_(False)
+        plain.head.weight.copy_(model.head.weight.dequantised(torch.float64))
+    prompts = [[1, 2, 3], list(range(40)), [7] * 20]
+    settings = dict(budget=32, max_new_tokens=40, ignore_eos=True, compile_mode="none")
+    found, expected = (generate(one, prompts, **settings).outputs for one in (model, plain))
+    assert [output.tokens for output in found] == [output.tokens for output in expected]
+
+
+@pytest.mark.parametrize("name, prompts", [("int8", 1), ("int4", 1), ("int4", 2)])
+def test_compiled_equals_eager_and_nothing_recompiles(tmp_path, name, prompts):
+    """One row, which takes the fused product, and two; the second run compiles nothing."""
+    folder = tiny.make_checkpoint(tmp_path, **SHAPE)
+    model = Transformer.from_pretrained(folder, dtype=torch.float64, quantize=name)
+    prompts = [[1, 2, 3], [9] * 40][:prompts]
+    tokens = []
+    for mode in ("blocks", "none"):
+        engine = Engine(model, EvictionConfig(32, recent=8), Sampling(), len(prompts), mode)
+        tokens.append(run(engine, prompts, 60))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert run(engine, prompts, 60) == tokens[-1]
+    assert tokens[0] == tokens[1]
+
+
+def run(engine, prompts, n_tokens):
+    generation = Generation(engine, prompts, n_tokens, set())
+    for _ in generation:
+        pass
+    return [output.tokens for output in generation.outputs]
+
+
+def test_a_weight_that_int4_cannot_hold_is_told_in_one_line(tmp_path):
+    checkpoint = tiny.make_checkpoint(tmp_path)  # of 48 inputs
+    with pytest.raises(ValueError) as error:
+        Transformer.from_pretrained(checkpoint, quantize="int4")
+    message = str(error.value)
+    assert "48" in message and "64" in message and "int8" in message and "\n" not in message
+    Transformer.from_pretrained(checkpoint, quantize="int8")
+
+
+def test_a_faulty_tensor_is_refused_as_ever(tmp_path):
+    """The shape is checked against the whole weight's part, though it is stored otherwise."""
+    checkpoint = tiny.make_checkpoint(tmp_path, **SHAPE)
+    tiny.edit_json(checkpoint / "config.json", intermediate_size=192)
+    with pytest.raises(CheckpointError, match=r"has shape \[(128, 64|64, 128)\]"):
+        Transformer.from_pretrained(checkpoint, quantize="int4")
