@@ -514,7 +514,8 @@ class Generation:
         kept = [min(length, round(n)) for length, n in zip(lengths, held, strict=True)]
         caches = {engine.cache, engine.prompt_cache}
         kv_bytes = sum(buffer.nbytes for cache in caches for buffer in cache.layers.buffers())
-        slot_bytes = sum(layer.k[0, :, 0].nbytes * 2 for layer in engine.cache.layers)
+        stored = (buffer for layer in engine.cache.layers for buffer in layer.stored)
+        slot_bytes = sum(buffer[0, :, 0].nbytes for buffer in stored)
         read = self.n_steps * weight_bytes(model) + slot_bytes * sum(
             min(len(prompt) + step, engine.budget)
             for prompt in self.prompts
@@ -766,6 +767,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="head: each layer and head forgets for itself, in lag-kv, key-diff and k-norm"
         " (default: shared)",
     )
+    add("--kv-dtype", choices=("int8",), help="hold keys and values so (default: in the dtype)")
     add = parser.add_argument_group("sampling").add_argument
     add("--max-new-tokens", type=int, help="default: to the end of the model's context")
     add("--temperature", type=float, help="0 takes the likeliest token (default: the checkpoint's)")

@@ -30,7 +30,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from epikv import POLICIES, CacheShape, LayerCache, SlotCache, upcast
+from epikv import POLICIES, CacheShape, LayerCache, SlotCache, to_int8, upcast
 
 PREFILL_CHUNK = 2048  # prompt tokens in one forward pass: bounds the activations of any prompt
 
@@ -297,8 +297,7 @@ class Int8(Quantised):
 
     @staticmethod
     def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-        scale = nonzero(weight.abs().amax(-1, keepdim=True) / 127)
-        return (weight / scale).round().to(torch.int8), scale
+        return to_int8(weight)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         return (self.levels * self.scale).to(dtype)
@@ -334,7 +333,8 @@ class Int4(Quantised):
         least, most = groups.aminmax(dim=-1, keepdim=True)
         # The finer of two scales that reach both ends to half a level.
         down, up = torch.maximum(-least / 8, most / 7.5), torch.maximum(most / 8, -least / 7.5)
-        scale = nonzero(torch.where(down < up, down, -up))
+        scale = torch.where(down < up, down, -up)
+        scale = torch.where(scale == 0, 1, scale)
         levels = ((groups / scale).round().clamp(-8, 7) + 8).to(torch.uint8)
         first, second = levels.chunk(2, dim=-1)
         return first | (second << 4), scale[..., 0]
@@ -351,11 +351,6 @@ class Int4(Quantised):
     def product(self, x: Tensor) -> Tensor:
         (first, second), x = self.halves(), x.view(-1, 2, self.GROUP // 2)
         return ((first * x[:, 0] + second * x[:, 1]) * self.scale[..., None]).sum((1, 2))
-
-
-def nonzero(scale: Tensor) -> Tensor:
-    """1 in place of 0, the scale of weights that are all zero."""
-    return torch.where(scale == 0, 1, scale)
 
 
 QUANTISED: dict[str, type[Quantised]] = {"int8": Int8, "int4": Int4}

@@ -186,9 +186,9 @@ class Replay:
             n_cached=cache.config.budget,
         )
         for layer, new_k, new_v in zip(cache.layers, k, v, strict=True):
-            at = slot[:, 0, :, :, None].expand_as(new_k)  # [B, H_kv, T, D]
-            layer.k.scatter_(2, at, new_k)
-            layer.v.scatter_(2, at, new_v)
+            at = slot[:, 0, :, :, None]  # [B, 1, T, 1]
+            for buffer, new in zip(layer.stored, layer.encode(new_k, new_v), strict=True):
+                buffer.scatter_(2, at.expand_as(new), new)
         score, value_size = cache.score_tokens(
             position, torch.stack(k, 1), torch.stack(v, 1), residuals
         )

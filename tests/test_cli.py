@@ -725,8 +725,8 @@ def test_the_marks_of_several_samples(cli, started):
 
 OPTIONS = """--checkpoint --prompt --prompt-file --chat --system --raw --budget --policy --sinks
     --recent --window --calibration --band-a --band-b --lag --lag-reference --quotas
-    --value-reserve --value-statistic --slot-map --max-new-tokens --temperature --top-k --top-p
-    --min-p --seed --num-samples --ignore-eos --device --dtype --quantize --compile-mode
+    --value-reserve --value-statistic --slot-map --kv-dtype --max-new-tokens --temperature --top-k
+    --top-p --min-p --seed --num-samples --ignore-eos --device --dtype --quantize --compile-mode
     --no-compile --stats --show-kept""".split()
 
 

@@ -1,13 +1,24 @@
-"""Quantised weights against a slow twin: rounding, products, loading, the compiled step."""
+"""Quantised weights and caches against slow twins: rounding, products, loading, whole runs."""
 
 import pytest
 import tiny
 import torch
+from test_epikv import (
+    EVICTING,
+    READING,
+    Text,
+    decode,
+    make_cache,
+    prefill,
+    random_text,
+    settings_for,
+)
 
 import model as model_file
 from epikv import EvictionConfig
 from generate import Engine, Generation, Sampling, generate, weight_bytes
 from model import CheckpointError, Int4, Int8, Transformer
+from replay import Replay
 
 # The inputs of every weight are a multiple of a group of int4.
 SHAPE = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
@@ -38,7 +49,7 @@ def int8_twin(weight):
         scale = max(map(abs, row)) / 127
         values.append([round(x / scale) * scale if scale else 0.0 for x in row])
         scales.append([scale] * len(row))
-    return torch.tensor(values), torch.tensor(scales)
+    return torch.tensor([values, scales], dtype=torch.float64)
 
 
 def int4_twin(weight):
@@ -57,7 +68,7 @@ def int4_twin(weight):
                 sizes.append(abs(scale))
         values.append(out)
         scales.append(sizes)
-    return torch.tensor(values), torch.tensor(scales)
+    return torch.tensor([values, scales], dtype=torch.float64)
 
 
 TWINS = {"int8": int8_twin, "int4": int4_twin}
@@ -216,3 +227,108 @@ def test_a_faulty_tensor_is_refused_as_ever(tmp_path):
     tiny.edit_json(checkpoint / "config.json", intermediate_size=192)
     with pytest.raises(CheckpointError, match=r"has shape \[(128, 64|64, 128)\]"):
         Transformer.from_pretrained(checkpoint, quantize="int4")
+
+
+# The cache -------------------------------------------------------------------------------------
+
+
+def rounded(x):
+    """Values and scales [...] of x [..., D] as int8 holds them, an entry at a time."""
+    values, scales = int8_twin(x.reshape(-1, x.shape[-1]))
+    return values.to(x.dtype).view_as(x), scales.to(x.dtype).view_as(x)
+
+
+def test_what_is_stored_is_off_by_half_a_scale_at_most():
+    """In a slot that is written, in those read back, and in those a prompt keeps."""
+    layer = make_cache(EvictionConfig(8, recent=1, kv_dtype="int8"), batch_size=2).layers[0]
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 2, 2, 5, 3, generator=generator, dtype=torch.float64)
+    k[0, 0, 2] = 0
+    kept = torch.tensor([[8, 9, 10, 11, 12, 0, 1, 2]]).expand(2, 1, -1)  # 8 is the first new one
+    layer.keep(kept, k, v)
+    layer.write(torch.tensor([[6], [7]]), 5 * k[:, :, :1], 7 * v[:, :, :1])
+    for found, x, factor in ((layer.k, k, 5), (layer.v, v, 7)):
+        expected, scale = rounded(x)
+        torch.testing.assert_close(found[:, :, :5], expected, rtol=1e-12, atol=0)
+        assert torch.all((found[:, :, :5] - x).abs() <= 0.5000001 * scale)
+        torch.testing.assert_close(found[0, :, 6], factor * expected[0, :, 0])
+        torch.testing.assert_close(found[1, :, 7], factor * expected[1, :, 0])
+        assert not found[0, :, [5, 7]].any() and not found[1, :, [5, 6]].any()
+    some = torch.tensor([[[4, 0]], [[1, 7]]])
+    for found, whole in zip(layer.read(some), (layer.k, layer.v), strict=True):
+        for row in range(2):
+            assert torch.equal(found[row], whole[row][:, some[row, 0]])
+
+
+@pytest.mark.parametrize("name", [*EVICTING, "lag-kv by head", "reserve"])
+def test_an_int8_cache_is_a_cache_of_rounded_keys_and_values(name):
+    """Same victims and scores as a float64 cache that is given them, in prompt and decode."""
+    options = dict(policy=name)
+    if name == "lag-kv by head":
+        options = dict(policy="lag-kv", slot_map="head")
+    if name == "reserve":
+        options = dict(policy="epikv", value_reserve=4)
+    options |= dict(budget=24, recent=8) | (dict(lag=4) if name.startswith("lag") else {})
+    int8, exact = (
+        make_cache(settings_for(**options, kv_dtype=kv), batch_size=2) for kv in ("int8", None)
+    )
+    text = random_text(int8, 60)
+    text = Text(text.residuals, rounded(text.k)[0], rounded(text.v)[0])
+    for cache in (int8, exact):
+        prefill(cache, text[:, :30], chunk=12)
+    for i in range(30, 60):
+        assert decode(int8, text[:, i : i + 1]) == decode(exact, text[:, i : i + 1])
+    assert torch.equal(int8.position, exact.position)
+    torch.testing.assert_close(int8.score, exact.score)
+    for one, other in zip(int8.layers, exact.layers, strict=True):
+        torch.testing.assert_close(one.k, other.k)
+        torch.testing.assert_close(one.v, other.v)
+
+
+@pytest.mark.parametrize("policy", ["epikv", *READING, "h2o", "r-kv", "thinkv"])
+def test_every_kind_of_cache_generates_with_int8(folder, registered, policy):
+    """Rows of a batch are as alone; there are as many bytes as the shapes say."""
+    model = Transformer.from_pretrained(folder, dtype=torch.float64)
+    prompts = [[1, 2, 3], list(range(60)), [7] * 20]
+    settings = dict(policy=policy, budget=48, max_new_tokens=40, ignore_eos=True)
+    settings |= tiny.needed(policy, 3) | dict(compile_mode="none", kv_dtype="int8")
+    result = generate(model, prompts, **settings)
+    for prompt, output in zip(prompts, result.outputs, strict=True):
+        assert generate(model, [prompt], **settings).outputs[0].tokens == output.tokens
+    if policy == "epikv":  # 3 layers, 2 heads of 16, scales of 8 bytes; 3 rows and the prompt's
+        assert result.statistics.kv_bytes == 4 * 3 * 2 * 48 * 2 * (16 + 8)
+
+
+def test_a_compiled_step_with_int8_equals_the_eager_one(tmp_path):
+    """Rows that fill and evict, and nothing compiled in a second run."""
+    model = Transformer.from_pretrained(tiny.make_checkpoint(tmp_path), dtype=torch.float64)
+    config = EvictionConfig(32, recent=8, kv_dtype="int8")
+    prompts = [[1, 2, 3], [9] * 40]
+    tokens = []
+    for mode in ("blocks", "none"):
+        engine = Engine(model, config, Sampling(), 2, mode)
+        tokens.append(run(engine, prompts, 60))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert run(engine, prompts, 60) == tokens[-1]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_replay_in_chunks_stores_what_one_by_token_does(folder):
+    """Where nothing is forgotten; a chunk's own tokens see each other before they are rounded."""
+    model = Transformer.from_pretrained(folder, dtype=torch.float64)
+    config = EvictionConfig(128, recent=40, kv_dtype="int8")
+    tokens = torch.randint(tiny.VOCAB_SIZE, (1, 64), generator=torch.Generator().manual_seed(0))
+    caches = []
+    for chunked in (True, False):
+        replay = Replay(model, config, [[1, 2, 3]], 64, "none", chunked=chunked)
+        replay.feed(tokens)
+        caches.append(replay.cache)
+    assert torch.equal(caches[0].position, caches[1].position)
+    first, second = (cache.layers[0] for cache in caches)  # no attention comes before these
+    torch.testing.assert_close(first.k, second.k)
+    torch.testing.assert_close(first.v, second.v)
+
+
+def test_another_kv_dtype_is_refused():
+    with pytest.raises(ValueError, match="unknown kv_dtype 'int4'; known: int8"):
+        EvictionConfig(64, kv_dtype="int4")
