@@ -514,9 +514,7 @@ class Generation:
         kept = [min(length, round(n)) for length, n in zip(lengths, held, strict=True)]
         caches = {engine.cache, engine.prompt_cache}
         kv_bytes = sum(buffer.nbytes for cache in caches for buffer in cache.layers.buffers())
-        stored = (buffer for layer in engine.cache.layers for buffer in layer.stored)
-        slot_bytes = sum(buffer[0, :, 0].nbytes for buffer in stored)
-        read = self.n_steps * weight_bytes(model) + slot_bytes * sum(
+        read = self.n_steps * weight_bytes(model) + slot_bytes(engine.cache) * sum(
             min(len(prompt) + step, engine.budget)
             for prompt in self.prompts
             for step in range(1, self.n_steps + 1)
@@ -534,7 +532,7 @@ class Generation:
             decode_bytes_per_second=read / seconds,
             peak_memory=peak_memory(model.device),
             kv_bytes=kv_bytes,
-            kv_bytes_full_cache=slot_bytes * sum(lengths),
+            kv_bytes_full_cache=slot_bytes(engine.cache) * sum(lengths),
             tokens_kept=sum(kept),
             tokens_evicted=sum(lengths) - sum(kept),
         )
@@ -544,6 +542,11 @@ def weight_bytes(model: Transformer) -> int:
     """Bytes of weights that one decode step reads: all but an embedding that is only looked up."""
     total = sum(weight.nbytes for weight in model.parameters())
     return total if model.head is None else total - model.embedding.nbytes
+
+
+def slot_bytes(cache: SlotCache) -> int:
+    """Bytes of one token's keys and values."""
+    return sum(buffer[0, :, 0].nbytes for layer in cache.layers for buffer in layer.stored)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,8 +1,14 @@
 """Quantised weights and caches against slow twins: rounding, products, loading, whole runs."""
 
+import json
+import math
+import statistics
+import sys
+
 import pytest
 import tiny
 import torch
+import transformers
 from test_epikv import (
     EVICTING,
     READING,
@@ -15,6 +21,7 @@ from test_epikv import (
 )
 
 import model as model_file
+import quantization
 from epikv import EvictionConfig
 from generate import Engine, Generation, Sampling, generate, weight_bytes
 from model import CheckpointError, Int4, Int8, Transformer
@@ -332,3 +339,57 @@ def test_a_replay_in_chunks_stores_what_one_by_token_does(folder):
 def test_another_kv_dtype_is_refused():
     with pytest.raises(ValueError, match="unknown kv_dtype 'int4'; known: int8"):
         EvictionConfig(64, kv_dtype="int4")
+
+
+# The script ------------------------------------------------------------------------------------
+
+
+def losses(folder, traces, rounding=None):
+    """Mean loss over each trace by transformers, with `rounding` of every linear weight."""
+    peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = Transformer.from_pretrained(folder).tokenizer
+    head = torch.nn.Linear(64, tiny.VOCAB_SIZE, bias=False)
+    head.weight.data = peer.lm_head.weight.data.clone()  # no longer the embedding, where tied
+    peer.lm_head = head
+    if rounding is not None:
+        for module in peer.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.data = rounding(module.weight.data)[0].float()
+    found = []
+    for trace in traces:
+        prompt = tokenizer.encode(trace["prompt"])
+        tokens = torch.tensor([prompt + tokenizer.ids(trace["trace"], add_special_tokens=False)])
+        logits = peer(tokens[:, :-1]).logits[0, len(prompt) - 1 :]
+        loss = torch.nn.functional.cross_entropy(logits, tokens[0, len(prompt) :])
+        found.append(loss.item())
+    return found
+
+
+def test_the_script_tells_the_loss_of_every_variant(folder, tmp_path, monkeypatch, capsys):
+    """Against transformers, as stored and with weights rounded to int8 by the twin."""
+    traces = [
+        dict(id=str(i), prompt="q" * (3 + i), trace=text * 40) for i, text in enumerate("a bc")
+    ]
+    file = tmp_path / "traces.jsonl"
+    file.write_text("\n".join(map(json.dumps, traces)), encoding="utf-8")
+    options = ["--checkpoint", folder, "--traces", file, "--tokens", 40, "--device", "cpu"]
+    options += ["--batch-size", 3, "--output", tmp_path / "table.md"]
+    monkeypatch.setattr(sys, "argv", ["quantization.py", *map(str, options)])
+    quantization.main()
+    table = capsys.readouterr().out
+    assert (tmp_path / "table.md").read_text(encoding="utf-8") == table
+    assert table.startswith(f"{folder.name}, 4 traces x 40 tokens\n")
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    cells = {name: rest for name, *rest in rows[2:]}
+    assert list(cells) == list(quantization.VARIANTS)
+    assert cells["float32"][2:4] == ["0.0000 ± 0.0000", "1.0000 ± 0.0000"]
+    for name, rounding in (("float32", None), ("int8 weights", int8_twin)):
+        expected = losses(folder, traces, rounding)
+        mean, error = statistics.mean(expected), statistics.stdev(expected) / 2
+        found = [float(number) for number in cells[name][0].split(" ± ")]
+        assert found == pytest.approx([mean, error], abs=2e-3)
+        assert float(cells[name][1]) == pytest.approx(math.exp(mean), rel=2e-3)
+    kl = {name: float(rest[2].split()[0]) for name, rest in cells.items()}
+    assert 0 < kl["int8 weights"] < kl["int4 weights"] and kl["int8 cache"] < 0.01
+    n_bytes = [rest[-1] for rest in cells.values()]  # 3 layers, 2 heads of 16, keys and values
+    assert n_bytes == ["768", "384", "768", "768", "240", "240"]
