@@ -66,7 +66,7 @@ def int4_twin(weight):
         out, sizes = [], []
         for start in range(0, len(row), 64):
             group = row[start : start + 64]
-            sign = 1 if max(group[0], *group) < -min(group) else -1
+            sign = 1 if max(group) < -min(group) else -1
             far, near = -min(x * sign for x in group), max(x * sign for x in group)
             scale = sign * max(far / 8, near / 7.5)
             for x in group:
