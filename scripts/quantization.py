@@ -3,14 +3,14 @@
 
     python scripts/quantization.py --traces FILE.jsonl --tokens 900 --limit 8
 
-Texts (JSON lines with `id`, `prompt` and `trace`) are fed under the full cache to the model in
-float32 and, in step, to each variant; nothing is evicted. CHUNK tokens pass at once, so in a cache
-of int8 these see each other as they were before they are rounded. Prints a Markdown table with
-standard errors over the traces, and writes it to a file.
+Texts (JSON lines with `id`, `prompt` and `trace`) are fed, in step, to the model in float32 and to
+all variants, which are in memory together; nothing is evicted. CHUNK tokens pass at once, so in a
+cache of int8 these see each other as they were before they are rounded. Prints a Markdown table
+with standard errors over the traces, and writes it to a file.
 """
 
-import argparse
 import math
+import statistics
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from epikv import EvictionConfig  # noqa: E402
 from fidelity import cell, compare, cut, longest, tokenize_trace  # noqa: E402
 from generate import ArgumentParser, slot_bytes, weight_bytes  # noqa: E402
 from model import Transformer  # noqa: E402
@@ -37,8 +38,10 @@ class Variant:
     quantize: str | None = None
     kv_dtype: str | None = None
 
-    def load(self, args: argparse.Namespace) -> Transformer:
-        return Transformer.from_pretrained(args.checkpoint, args.device, self.dtype, self.quantize)
+    @property
+    def weights(self) -> "Variant":
+        """The one of the same weights and a plain cache."""
+        return replace(self, kv_dtype=None)
 
 
 VARIANTS = {
@@ -53,37 +56,31 @@ TITLES = ["", "loss", "perplexity", "KL", "agreement", "MB of weights a step", "
 
 
 @torch.no_grad()
-def measure(
-    reference: Transformer, model: Transformer, kv_dtype: str | None, traces: list[Trace]
-) -> tuple[Tensor, int]:
-    """Means over each trace of loss, KL and agreement [3, B], and the bytes of a token's cache."""
-    tokens = torch.tensor([trace.tokens for trace in traces], device=model.device)  # [B, N]
+def measure(models: dict[Variant, Transformer], traces: list[Trace]) -> dict[str, Tensor]:
+    """Means over each trace of loss, KL and agreement, [3, B], of every variant."""
+    tokens = torch.tensor([trace.tokens for trace in traces], device=models[Variant()].device)
     prompts, n_tokens = [trace.prompt for trace in traces], tokens.shape[1]
-    config = Setting("full").config(longest(traces))
-    wanted = Replay(reference, config, prompts, n_tokens, "none")
-    found = Replay(model, replace(config, kv_dtype=kv_dtype), prompts, n_tokens, "none")
-    parts = []
+    full = Setting("full").config(longest(traces))
+    replays = {}
+    for name, variant in VARIANTS.items():
+        config = replace(full, kv_dtype=variant.kv_dtype)
+        replays[name] = Replay(models[variant.weights], config, prompts, n_tokens, "none")
+    found = {name: [] for name in VARIANTS}
     for chunk in tokens.split(CHUNK, dim=1):
-        logits = found.feed(chunk)
-        _, kl, agreement = compare(wanted.feed(chunk), logits, chunk)
-        loss = -logits.log_softmax(-1).gather(-1, chunk[..., None])[..., 0].double()
-        parts.append(torch.stack([loss, kl, agreement]))
-    return torch.cat(parts, dim=-1).mean(-1).cpu(), slot_bytes(found.cache)
+        logits = {name: one.feed(chunk) for name, one in replays.items()}
+        for name, other in logits.items():
+            _, kl, agreement = compare(logits["float32"], other, chunk)
+            loss = -other.log_softmax(-1).gather(-1, chunk[..., None])[..., 0].double()
+            found[name].append(torch.stack([loss, kl, agreement]))
+    return {name: torch.cat(parts, dim=-1).mean(-1).cpu() for name, parts in found.items()}
 
 
-def row(name: str, args: argparse.Namespace, reference: Transformer, traces: list[Trace]) -> list:
-    """The cells of a variant."""
-    model = VARIANTS[name].load(args)
-    means, n_bytes = [], 0
-    for first in range(0, len(traces), args.batch_size):
-        batch = traces[first : first + args.batch_size]
-        mean, n_bytes = measure(reference, model, VARIANTS[name].kv_dtype, batch)
-        means.append(mean)
-    loss, kl, agreement = torch.cat(means, dim=1).tolist()
-    perplexity = math.exp(sum(loss) / len(loss))
-    megabytes = weight_bytes(model) / 1e6
-    cells = [cell(loss), f"{perplexity:.3f}", cell(kl), cell(agreement)]
-    return [name, *cells, f"{megabytes:.1f}", f"{n_bytes:,}"]
+def row(name: str, model: Transformer, means: Tensor) -> list[str]:
+    """The cells of a variant with means [3, traces]."""
+    loss, kl, agreement = means.tolist()
+    n_bytes = slot_bytes(model.new_cache(EvictionConfig(8, kv_dtype=VARIANTS[name].kv_dtype)))
+    cells = [cell(loss), f"{math.exp(statistics.mean(loss)):.3f}", cell(kl), cell(agreement)]
+    return [name, *cells, f"{weight_bytes(model) / 1e6:.1f}", f"{n_bytes:,}"]
 
 
 def main() -> None:
@@ -101,10 +98,19 @@ def main() -> None:
     with told_in_one_line(parser):
         check_numbers(args, "tokens", "limit", "batch_size")
         records = read_records(args.traces, dict.fromkeys(("id", "prompt", "trace"), str))
-        reference = Variant().load(args)
-        traces = [tokenize_trace(record, reference.tokenizer) for record in records]
+        models = {
+            v: Transformer.from_pretrained(args.checkpoint, args.device, v.dtype, v.quantize)
+            for v in {variant.weights for variant in VARIANTS.values()}
+        }
+        traces = [tokenize_trace(record, models[Variant()].tokenizer) for record in records]
         traces = cut(traces, args.tokens, args.limit)
-        table = markdown(TITLES, [row(name, args, reference, traces) for name in VARIANTS])
+        firsts = range(0, len(traces), args.batch_size)
+        found = [measure(models, traces[at : at + args.batch_size]) for at in firsts]
+        rows = [
+            row(name, models[v.weights], torch.cat([means[name] for means in found], dim=1))
+            for name, v in VARIANTS.items()
+        ]
+        table = markdown(TITLES, rows)
         title = f"{Path(args.checkpoint).name}, {len(traces)} traces x {args.tokens} tokens"
         args.output.write_text(f"{title}\n\n{table}\n", encoding="utf-8")
         print(f"{title}\n\n{table}")
