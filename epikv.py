@@ -169,6 +169,8 @@ class EvictionConfig:
     slot_map: "shared" lets all layers and heads forget the same token; "layer" and "head" let each
         choose for itself, where the policy has scores for them (its `slot_maps`). None means the
         first of those.
+    kv_dtype: "int8" holds keys and values as integers, half of what 16 bits take. None means the
+        model's type.
 
     Raises ValueError, in one line, for a combination that cannot work.
     """
@@ -188,6 +190,7 @@ class EvictionConfig:
     value_reserve: int = 0
     value_statistic: str = "range"
     slot_map: str | None = None
+    kv_dtype: str | None = None
 
     def __post_init__(self):
         if self.policy not in POLICIES:
@@ -231,6 +234,8 @@ class EvictionConfig:
             raise ValueError(
                 f"policy {self.policy!r} has no slot map {self.slot_map!r}; known: {known}"
             )
+        if self.kv_dtype not in (None, "int8"):
+            raise ValueError(f"unknown kv_dtype {self.kv_dtype!r}; known: int8")
         policy.check(self)
 
     def check_lag(self, policy: type["Policy"]) -> None:
@@ -768,15 +773,53 @@ VALUE_STATISTICS = {  # [..., D] -> [...]
 
 
 class LayerCache(nn.Module):
-    """Keys and values of one layer, [B, H_kv, S, D] each; keys are stored after RoPE."""
+    """Keys and values of one layer, k and v [B, H_kv, S, D]; keys are stored after RoPE.
+
+    Buffers: held_k and held_v, which are k and v; or int8, and k_scale and v_scale [B, H_kv, S, 1]
+    what they are to be multiplied by. k and v are then copies: change what is `stored`.
+    """
 
     reads_attention = False  # True: the model calls `observe` and `observe_prompt`, not here
 
     def __init__(self, shape: CacheShape, config: EvictionConfig):
         super().__init__()
+        self.dtype = shape.dtype
+        self.quantises = config.kv_dtype == "int8"
         sizes = (shape.batch_size, shape.n_kv_heads, config.budget, shape.head_dim)
-        self.register_buffer("k", torch.zeros(sizes, dtype=shape.dtype))
-        self.register_buffer("v", torch.zeros(sizes, dtype=shape.dtype))
+        held = torch.int8 if self.quantises else shape.dtype
+        self.register_buffer("held_k", torch.zeros(sizes, dtype=held))
+        self.register_buffer("held_v", torch.zeros(sizes, dtype=held))
+        if self.quantises:
+            scales = (*sizes[:3], 1)
+            self.register_buffer("k_scale", torch.zeros(scales, dtype=shape.score_dtype))
+            self.register_buffer("v_scale", torch.zeros(scales, dtype=shape.score_dtype))
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """All buffers with an entry [B, H_kv, S, ...] for each token."""
+        scales = (self.k_scale, self.v_scale) if self.quantises else ()
+        return self.held_k, self.held_v, *scales
+
+    def encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values [B, H_kv, any, D] as they are to be stored."""
+        if not self.quantises:
+            return k, v
+        (k, k_scale), (v, v_scale) = to_int8(k), to_int8(v)
+        return k, v, k_scale, v_scale
+
+    def decode(self, k: Tensor, v: Tensor, *scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values from what is stored of some tokens."""
+        if not self.quantises:
+            return k, v
+        return (k * scales[0]).to(self.dtype), (v * scales[1]).to(self.dtype)
+
+    @property
+    def k(self) -> Tensor:
+        return self.decode(*self.stored)[0]
+
+    @property
+    def v(self) -> Tensor:
+        return self.decode(*self.stored)[1]
 
     def write(self, slot: Tensor, k: Tensor, v: Tensor) -> None:
         """Overwrite a slot of each row with one token's k and v [B, H_kv, 1, D].
@@ -785,17 +828,27 @@ class LayerCache(nn.Module):
         """
         rows = torch.arange(k.shape[0], device=k.device)[:, None]
         heads = torch.arange(k.shape[1], device=k.device)
-        self.k[rows, heads, slot] = k[:, :, 0]
-        self.v[rows, heads, slot] = v[:, :, 0]
+        for buffer, new in zip(self.stored, self.encode(k, v), strict=True):
+            buffer[rows, heads, slot] = new[:, :, 0]
 
     def read(self, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H_kv, N, D] of the slots [B, H_kv or 1, N]."""
-        return gather_slots(self.k, slot), gather_slots(self.v, slot)
+        return self.decode(*(gather_slots(buffer, slot) for buffer in self.stored))
 
     def keep(self, kept: Tensor, k: Tensor, v: Tensor) -> None:
         """Refill the slots with entries [B, H_kv or 1, S] of [slots | k and v [B, H_kv, T, D]]."""
-        self.k.copy_(gather_slots(torch.cat([self.k, k], dim=2), kept))
-        self.v.copy_(gather_slots(torch.cat([self.v, v], dim=2), kept))
+        for buffer, new in zip(self.stored, self.encode(k, v), strict=True):
+            buffer.copy_(gather_slots(torch.cat([buffer, new], dim=2), kept))
+
+
+def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] as integers from -127 to 127, and their scale [..., 1], at least float32.
+
+    No number is off by more than half the scale.
+    """
+    x = upcast(x)
+    scale = x.abs().amax(dim=-1, keepdim=True) / 127
+    return (x / scale.clamp(min=1e-30)).round().to(torch.int8), scale
 
 
 def gather_slots(x: Tensor, slot: Tensor) -> Tensor:

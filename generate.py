@@ -32,7 +32,7 @@ from epikv import (
     SlotCache,
     hash_uniform,
 )
-from model import Block, Transformer, one_line
+from model import QUANTISED, Block, Transformer, one_line
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_BUDGET = 4096
@@ -515,8 +515,7 @@ class Generation:
         kept = [min(length, round(n)) for length, n in zip(lengths, held, strict=True)]
         caches = {engine.cache, engine.prompt_cache}
         kv_bytes = sum(buffer.nbytes for cache in caches for buffer in cache.layers.buffers())
-        slot_bytes = sum(layer.k[0, :, 0].nbytes * 2 for layer in engine.cache.layers)
-        read = self.n_steps * weight_bytes(model) + slot_bytes * sum(
+        read = self.n_steps * weight_bytes(model) + slot_bytes(engine.cache) * sum(
             min(len(prompt) + step, engine.budget)
             for prompt in self.prompts
             for step in range(1, self.n_steps + 1)
@@ -534,7 +533,7 @@ class Generation:
             decode_bytes_per_second=read / seconds,
             peak_memory=peak_memory(model.device),
             kv_bytes=kv_bytes,
-            kv_bytes_full_cache=slot_bytes * sum(lengths),
+            kv_bytes_full_cache=slot_bytes(engine.cache) * sum(lengths),
             tokens_kept=sum(kept),
             tokens_evicted=sum(lengths) - sum(kept),
         )
@@ -544,6 +543,11 @@ def weight_bytes(model: Transformer) -> int:
     """Bytes of weights that one decode step reads: all but an embedding that is only looked up."""
     total = sum(weight.nbytes for weight in model.parameters())
     return total if model.head is None else total - model.embedding.nbytes
+
+
+def slot_bytes(cache: SlotCache) -> int:
+    """Bytes of one token's keys and values."""
+    return sum(buffer[0, :, 0].nbytes for layer in cache.layers for buffer in layer.stored)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -713,6 +717,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--checkpoint", help="Hugging Face repo id or local folder (default: the demo model)")
     add("--device", help="cuda, cpu or mps (default: cuda where there is one, else cpu)")
     add("--dtype", choices=DTYPES, help="default: float32 on cpu, else bfloat16")
+    add("--quantize", choices=QUANTISED, help="hold the weights as int8 or int4 (default: neither)")
     add(
         "--compile-mode",
         choices=COMPILE_MODES,
@@ -766,6 +771,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="head: each layer and head forgets for itself, in lag-kv, key-diff and k-norm"
         " (default: shared)",
     )
+    add("--kv-dtype", choices=("int8",), help="hold keys and values so (default: in the dtype)")
     add = parser.add_argument_group("sampling").add_argument
     add("--max-new-tokens", type=int, help="default: to the end of the model's context")
     add("--temperature", type=float, help="0 takes the likeliest token (default: the checkpoint's)")
@@ -803,8 +809,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    own = ("checkpoint", "device", "dtype", "prompt", "prompt_file", "chat", "stats", "show_kept")
-    own += ("profile",)
+    own = ("checkpoint", "device", "dtype", "quantize", "prompt", "prompt_file", "chat", "stats")
+    own += ("show_kept", "profile")
     settings = {name: value for name, value in vars(args).items() if name not in own}
     # What needs no model to be seen wrong is said before one is loaded.
     eviction_config(**{field.name: settings[field.name] for field in fields(EvictionConfig)})
@@ -856,7 +862,8 @@ def load(args: argparse.Namespace) -> Transformer:
     if checkpoint is None:
         demo = Path(__file__).resolve().parent / "models" / DEMO_MODEL.split("/")[1]
         checkpoint = demo if demo.is_dir() else DEMO_MODEL
-    return Transformer.from_pretrained(checkpoint, args.device, DTYPES.get(args.dtype))
+    dtype = DTYPES.get(args.dtype)
+    return Transformer.from_pretrained(checkpoint, args.device, dtype, args.quantize)
 
 
 def show(deltas: Iterable[Delta], quiet: bool = False) -> bool:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from epikv import NO_POSITION, POLICIES, Calibration, EvictionConfig, SlotCache  # noqa: E402
 from generate import DTYPES, Engine, Sampling, full_budget, parse_calibration  # noqa: E402
-from model import Transformer  # noqa: E402
+from model import QUANTISED, Transformer  # noqa: E402
 
 CHUNK = 32
 
@@ -189,9 +189,8 @@ class Replay:
             n_cached=cache.config.budget,
         )
         for layer, at, new_k, new_v in zip(cache.layers, cache.per_layer(slot), k, v, strict=True):
-            at = at[..., None].expand_as(new_k)  # [B, H_kv, T, D]
-            layer.k.scatter_(2, at, new_k)
-            layer.v.scatter_(2, at, new_v)
+            for buffer, new in zip(layer.stored, layer.encode(new_k, new_v), strict=True):
+                buffer.scatter_(2, at[..., None].expand_as(new), new)
         score, value_size = cache.score_tokens(
             position, torch.stack(k, 1), torch.stack(v, 1), residuals
         )
@@ -267,6 +266,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of all random choices (default: 0)")
     add("--device", help="cuda or cpu (default: cuda where there is one)")
     add("--dtype", choices=DTYPES, help="default: float32 on cpu, else bfloat16")
+    add("--quantize", choices=QUANTISED, help="hold the weights so (default: in the dtype)")
     add(
         "--no-compile",
         dest="compile_mode",
@@ -299,7 +299,8 @@ def load_model(args: argparse.Namespace) -> Transformer:
     device = args.device
     if device is None and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    model = Transformer.from_pretrained(args.checkpoint, device, DTYPES.get(args.dtype))
+    dtype = DTYPES.get(args.dtype)
+    model = Transformer.from_pretrained(args.checkpoint, device, dtype, args.quantize)
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # where streams and graphs are made
     return model
@@ -307,12 +308,13 @@ def load_model(args: argparse.Namespace) -> Transformer:
 
 def describe(args: argparse.Namespace, model: Transformer) -> dict:
     """What results depend on in the model and the machine, to stand in the settings of a run."""
-    weights = model.blocks[-1].down.weight.flatten()[:256].tolist()
+    weights = next(model.blocks[-1].down.parameters()).flatten()[:256].tolist()
     on_gpu = model.device.type == "cuda"
     return {
         "checkpoint": Path(args.checkpoint).name,
         "weights": hashlib.sha256(repr((model.config, weights)).encode()).hexdigest()[:16],
         "dtype": str(model.dtype).removeprefix("torch."),
+        "quantize": args.quantize,
         "device": torch.cuda.get_device_name() if on_gpu else model.device.type,
         "compile_mode": args.compile_mode,
         "torch": torch.__version__,

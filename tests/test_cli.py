@@ -214,6 +214,7 @@ MISTAKES = {  # options, and words of the error
     "num-samples 0": ([*PROMPT, "--num-samples", 0], ["num-samples"]),
     "max-new-tokens 0": ([*PROMPT, "--max-new-tokens", 0], ["max-new-tokens must be at least 1"]),
     "dtype": ([*PROMPT, "--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
+    "quantize": ([*PROMPT, "--quantize", "int2"], ["--quantize", "int2", "int8", "int4"]),
     "compile mode": ([*PROMPT, "--compile-mode", "fast"], ["--compile-mode", "blocks"]),
     "chat and raw": (["--chat", "--raw"], ["--chat", "--raw"]),
     "chat and samples": (["--chat", "--num-samples", 2], ["--chat", "--num-samples"]),
@@ -624,10 +625,10 @@ def test_the_demo_model_is_the_default(monkeypatch, capsys):
         raise OSError("enough")
 
     monkeypatch.setattr(Transformer, "from_pretrained", stop)
-    options = [*PROMPT, "--device", "cpu", "--dtype", "float16"]
+    options = [*PROMPT, "--device", "cpu", "--dtype", "float16", "--quantize", "int8"]
     assert main(options) == 2
     assert main([*options, "--checkpoint", "some/where"]) == 2
-    assert loaded == [(DEMO, "cpu", torch.float16), ("some/where", "cpu", torch.float16)]
+    assert loaded == [(where, "cpu", torch.float16, "int8") for where in (DEMO, "some/where")]
     assert capsys.readouterr().err == "error: enough\n" * 2
 
 
@@ -756,9 +757,9 @@ def test_a_trace_needs_a_folder_and_no_chat(cli, unloadable, tmp_path):
 
 OPTIONS = """--checkpoint --prompt --prompt-file --chat --system --raw --budget --policy --sinks
     --recent --window --calibration --band-a --band-b --lag --lag-reference --quotas
-    --value-reserve --value-statistic --slot-map --max-new-tokens --temperature --top-k --top-p
-    --min-p --seed --num-samples --ignore-eos --device --dtype --compile-mode --no-compile --stats
-    --show-kept --profile""".split()
+    --value-reserve --value-statistic --slot-map --kv-dtype --max-new-tokens --temperature --top-k
+    --top-p --min-p --seed --num-samples --ignore-eos --device --dtype --quantize --compile-mode
+    --no-compile --stats --show-kept --profile""".split()
 
 
 def test_help_names_every_option_in_its_group(cli, unloadable, monkeypatch):

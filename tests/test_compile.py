@@ -246,10 +246,10 @@ def fake_decoder(budget=SLOTS, **eviction):
     return model, model.new_cache(config, BATCH), DecodeState(sampling, BATCH)
 
 
-def fake_model():
+def fake_model(quantize=None):
     """A model with heads as wide as flash attention has them."""
     wide = dict(head_dim=64, hidden_size=128, intermediate_size=256, vocab_size=300)
-    return Transformer(small_config(**wide, tied_embeddings=True), torch.bfloat16)
+    return Transformer(small_config(**wide, tied_embeddings=True), torch.bfloat16, quantize)
 
 
 def largest(allocations):
@@ -274,6 +274,17 @@ def test_decode_on_cuda(fake_cuda, name, prefix):
     assert len(allocations.shapes) > 100
     assert largest(allocations) <= max(BATCH * HEADS * SLOTS, cache.position.numel())
     assert largest(allocations) < cache.layers[0].k.numel() / 10
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantised_decode_on_cuda(fake_cuda, quantize):
+    """No value is asked for; but of one layer at a time K and V are copied."""
+    model = fake_model(quantize)
+    cache = model.new_cache(EvictionConfig(SLOTS, kv_dtype="int8"), BATCH)
+    state = DecodeState(Sampling(temperature=0.7, top_k=20), BATCH)
+    with Allocations(model, cache, state) as allocations:
+        decode_step(model, cache, state, None)
+    assert largest(allocations) == cache.layers[0].held_k.numel()
 
 
 LAG = 37

@@ -410,6 +410,7 @@ def test_recency_windows_side_by_side(tmp_path, command):
         (["--max-new-tokens", "13"], "holds a run with max_new_tokens 12, not 13"),
         (["--batch-size", "5"], "holds a run with batch_size 4, not 5"),
         (["--dtype", "bfloat16"], "holds a run with dtype 'float32', not 'bfloat16'"),
+        (["--quantize", "int8"], "holds a run with quantize None, not 'int8'"),
         (["--no-compile"], "holds a run with compile_mode 'blocks', not 'none'"),
     ],
 )
@@ -520,7 +521,7 @@ def test_a_process_takes_its_own_gpu(monkeypatch):
     """As torchrun numbers them, unless a device is named; graphs are captured there."""
     asked, current = [], []
 
-    def from_pretrained(checkpoint, device, dtype):
+    def from_pretrained(checkpoint, device, dtype, quantize):
         asked.append(device)
         return SimpleNamespace(device=torch.device(device))
 
@@ -530,7 +531,8 @@ def test_a_process_takes_its_own_gpu(monkeypatch):
     for local, device in ((None, None), ("3", None), ("3", "cpu")):
         if local:
             monkeypatch.setenv("LOCAL_RANK", local)
-        replay.load_model(SimpleNamespace(checkpoint="x", device=device, dtype=None))
+        options = dict(checkpoint="x", device=device, dtype=None, quantize=None)
+        replay.load_model(SimpleNamespace(**options))
     assert asked == ["cuda:0", "cuda:3", "cpu"] and [*map(str, current)] == asked[:2]
 
 
