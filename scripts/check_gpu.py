@@ -99,10 +99,10 @@ class Sizes:
     def on_cuda(self) -> bool:
         return self.device == "cuda"
 
-    def model(self, n_layers: int | None = None) -> Transformer:
+    def model(self, n_layers: int | None = None, quantize: str | None = None) -> Transformer:
         """A random model of the shape, with `n_layers` blocks instead of its own."""
         shape = replace(self.shape, n_layers=n_layers or self.shape.n_layers)
-        return random_model(shape, self.dtype, self.device)
+        return random_model(shape, self.dtype, self.device, quantize)
 
     def tokens(self, n_tokens: int) -> list[int]:
         return random_tokens(self.shape, n_tokens).tolist()
@@ -116,13 +116,22 @@ TINY |= dict(budgets=(32, 64), batches=(1, 2), budget=64, copied=2**22)
 TINY = Sizes(**TINY, n_steps=2, n_tokens=512, n_compared=20)
 
 
-def random_model(shape: ModelConfig, dtype: torch.dtype, device: str) -> Transformer:
-    """Seeded normal weights that keep the size of what passes through; norms of 1."""
+def random_model(
+    shape: ModelConfig, dtype: torch.dtype, device: str, quantize: str | None = None
+) -> Transformer:
+    """Seeded normal weights that keep the size of what passes through; norms of 1.
+
+    Quantised ones have levels that are as likely, and scales for about that size.
+    """
     with torch.device(device):
-        model = Transformer(shape, dtype)
+        model = Transformer(shape, dtype, quantize)
     generator = torch.Generator(device).manual_seed(0)
-    for weight in model.parameters():
-        if weight.dim() == 1:
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point():
+            weight.random_(generator=generator)
+        elif name.endswith("scale"):
+            weight.fill_(2**-13)
+        elif weight.dim() == 1:
             weight.fill_(1)
         else:
             weight.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
@@ -293,7 +302,7 @@ def syncs_raise() -> Iterator[None]:
 def ask_no_value(model: Transformer, sizes: Sizes) -> dict:
     """A step and the end of a block; eagerly, as nothing in a captured step could raise."""
     failures = {}
-    settings = policy_settings("all", model.config.n_layers)
+    settings = policy_settings("all", model.config.n_layers, model.config.n_kv_heads)
     for name, options in settings.items():
         decoder = Filled(model, EvictionConfig(sizes.budget, **options), "none")
         try:
@@ -423,11 +432,22 @@ def kv_bytes(cache: SlotCache, length: int) -> int:
     return sum(2 * layer.k[:, :, :length].nbytes for layer in cache.layers)
 
 
+def quantised(sizes: Sizes) -> Checks:
+    """The steps with weights of fewer bits."""
+    for name in QUANTISED:
+        yield (
+            name,
+            lambda: throughput(sizes.model(quantize=name), EvictionConfig(sizes.budget), sizes),
+        )
+
+
 def policies(sizes: Sizes) -> Checks:
     """The steps of every policy over those of `streaming`, which computes no score."""
     model = sizes.model()
     reference = Filled(model, EvictionConfig(sizes.budget, "streaming"), sizes.mode)
-    for name, options in policy_settings("all", model.config.n_layers).items():
+    for name, options in policy_settings(
+        "all", model.config.n_layers, model.config.n_kv_heads
+    ).items():
         if name in POLICIES and name != "streaming":
             check = functools.partial(over_streaming, model, options, reference, sizes)
             yield f"{name} over streaming, budget {sizes.budget:,}", check
@@ -645,6 +665,7 @@ PARTS: dict[str, tuple[Callable[[Sizes], Checks], int]] = {  # and seconds that 
     "memory": (memory, 95),
     "attention read": (attention_read, 60),
     "reduce-overhead": (functools.partial(one_graph, mode="step"), 60),
+    "quantised": (quantised, 60),
     "policies": (policies, 120),
 }
 NEED_CUDA = ("graph", "reduce-overhead")
