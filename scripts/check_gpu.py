@@ -51,6 +51,7 @@ from generate import (  # noqa: E402
 )
 from memory import LLAMA_8B  # noqa: E402
 from model import (  # noqa: E402
+    QUANTISED,
     ModelConfig,
     Transformer,
     attend_to_prompt,
@@ -435,10 +436,11 @@ def kv_bytes(cache: SlotCache, length: int) -> int:
 def quantised(sizes: Sizes) -> Checks:
     """The steps with weights of fewer bits."""
     for name in QUANTISED:
-        yield (
-            name,
-            lambda: throughput(sizes.model(quantize=name), EvictionConfig(sizes.budget), sizes),
-        )
+        yield name, functools.partial(step_quantised, name, sizes)
+
+
+def step_quantised(name: str, sizes: Sizes) -> dict:
+    return throughput(sizes.model(quantize=name), EvictionConfig(sizes.budget), sizes)
 
 
 def policies(sizes: Sizes) -> Checks:
