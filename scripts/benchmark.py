@@ -102,13 +102,16 @@ class Decoder:
         synchronize(self.engine.model.device)
         start = time.perf_counter()
         for token in tokens:
-            self.length += 1
             self.engine.state.token.copy_(token)
-            self.engine.step(self.engine.prefix(self.length, self.length))
-            if self.block and self.length % self.block == 0:
-                self.engine.end_block()
+            self.step()
         synchronize(self.engine.model.device)
         return (time.perf_counter() - start) / len(tokens)
+
+    def step(self) -> None:
+        self.length += 1
+        self.engine.step(self.engine.prefix(self.length, self.length))
+        if self.block and self.length % self.block == 0:
+            self.engine.end_block()
 
     @property
     def kv_bytes(self) -> int:

@@ -160,6 +160,15 @@ class Filled(Decoder):
         self.block = self.engine.cache.block
         fill(self.engine.cache, self.length)
 
+    def run(self, n_steps: int) -> float:
+        """Seconds per step, each of which takes the token that the one before drew."""
+        synchronize(self.engine.model.device)
+        start = time.perf_counter()
+        for _ in range(n_steps):
+            self.step()
+        synchronize(self.engine.model.device)
+        return (time.perf_counter() - start) / n_steps
+
 
 def fill(cache: SlotCache, length: int) -> None:
     """Let every row hold `length` random tokens."""
@@ -490,7 +499,7 @@ def victims(sizes: Sizes) -> Checks:
     torch.set_float32_matmul_precision("highest")
     model = random_model(SMALL, torch.float32, "cpu")
     prompts = [random_tokens(SMALL, n).tolist() for n in (5, 40, 100, 300)]
-    for name, options in policy_settings("all", SMALL.n_layers).items():
+    for name, options in policy_settings("all", SMALL.n_layers, SMALL.n_kv_heads).items():
         if name in POLICIES:
             # To compile the others takes longer than the rest of their check.
             mode = sizes.mode if name == "epikv" else "none"

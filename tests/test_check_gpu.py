@@ -153,11 +153,11 @@ def test_the_graph_part_without_a_graph(graph_part):
     """Everything runs; that no graph was launched is what fails."""
     records, modes = graph_part
     eager, step, undisturbed, launches = records.values()
-    assert eager["holds"] and eager["settings"] == 18
+    assert eager["holds"] and eager["settings"] == 19
     assert step["ms"] > 0
     assert undisturbed["holds"]
     assert not launches["holds"] and launches["graphs"] == launches["records"] == 0
-    assert modes == ["error", "default"] * 19  # each of the settings, and the steps
+    assert modes == ["error", "default"] * 20  # each of the settings, and the steps
 
 
 def test_a_sync_is_told(small_model, monkeypatch):
