@@ -55,6 +55,7 @@ from replay import (  # noqa: E402
     by_setting,
     check_numbers,
     describe,
+    fingerprint,
     load_model,
     parse_settings,
     share_held,
@@ -526,7 +527,7 @@ def settings_of(args: argparse.Namespace, runner: Runner, rows: list[Row], diges
         "first_prompt": runner.model.tokenizer.decode(rows[0].prompt),
         "max_new_tokens": runner.max_new_tokens,
         "batch_size": args.batch_size,
-        "calibration": args.calibration and asdict(args.calibration),
+        "calibration": fingerprint(args.calibration),
     }
 
 

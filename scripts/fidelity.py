@@ -55,6 +55,7 @@ from replay import (  # noqa: E402
     by_setting,
     check_numbers,
     describe,
+    fingerprint,
     load_model,
     parse_settings,
     reads_attention,
@@ -323,7 +324,7 @@ def settings_of(args: argparse.Namespace, model: Transformer, source: Path) -> d
     return describe(args, model) | {
         "texts": f"{source.name}, sha256 {digest}",
         **{name: getattr(args, name) for name in ("tokens", "limit", "batch_size", "positions")},
-        "calibration": args.calibration and asdict(args.calibration),
+        "calibration": fingerprint(args.calibration),
     }
 
 

@@ -47,6 +47,7 @@ from replay import (  # noqa: E402
     by_setting,
     check_numbers,
     describe,
+    fingerprint,
     load_model,
     parse_numbers,
     parse_settings,
@@ -316,7 +317,7 @@ def main() -> None:
         described = describe(args, model) | {
             "distances": distances,
             "batch_size": args.batch_size,
-            "calibration": args.calibration and asdict(args.calibration),
+            "calibration": fingerprint(args.calibration),
         }
         with RunFolder(args.output, described, rank) as folder:
             run(args, model, trials, settings, folder)

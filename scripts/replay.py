@@ -306,6 +306,11 @@ def load_model(args: argparse.Namespace) -> Transformer:
     return model
 
 
+def fingerprint(calibration: Calibration | None) -> str | None:
+    """Sixteen digits by which results know their calibration again."""
+    return calibration and hashlib.sha256(repr(calibration).encode()).hexdigest()[:16]
+
+
 def describe(args: argparse.Namespace, model: Transformer) -> dict:
     """What results depend on in the model and the machine, to stand in the settings of a run."""
     weights = next(model.blocks[-1].down.parameters()).flatten()[:256].tolist()

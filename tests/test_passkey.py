@@ -305,10 +305,12 @@ def test_a_calibration_through_the_command(monkeypatch, capsys, folder, tmp_path
     given = {config.policy: config.calibration for config in configs}
     assert given == dict.fromkeys(["full", "epikv", "epikv-fit"], calibrations[0])
     of_folder = tiny.read_json(tmp_path / "run/settings.json")["calibration"]
-    assert of_folder == tiny.read_json(paths[0])
     for again, words in (
-        ([*options[:-1], str(paths[1])], "run holds a run with calibration {'n_layers': 3, "),
-        (["--trials", "1", "--policies", "random"], "}, not None; name another output folder"),
+        ([*options[:-1], str(paths[1])], f"run holds a run with calibration {of_folder}, not "),
+        (
+            ["--trials", "1", "--policies", "random"],
+            f"{of_folder}, not None; name another",
+        ),
     ):
         with pytest.raises(SystemExit):
             run_command(monkeypatch, capsys, folder, tmp_path / "run", *again)
