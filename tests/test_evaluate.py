@@ -450,7 +450,7 @@ def test_a_calibration_through_the_command(tmp_path, folder, command, capsys):
     for again in ([*options, "--calibration", str(other)], without):
         with pytest.raises(SystemExit):
             command(*again)
-        assert f"holds a run with calibration {of_folder}, not " in capsys.readouterr().err
+        assert f"holds a run with calibration {of_folder!r}, not " in capsys.readouterr().err
 
 
 def test_other_problems_are_refused(command, scripted, capsys):

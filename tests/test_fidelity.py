@@ -371,10 +371,12 @@ def test_a_calibration_through_the_command(monkeypatch, capsys, folder, tmp_path
         )
     of_second = tiny.read_json(tmp_path / "second/settings.json")["calibration"]
     message = capsys.readouterr().err
-    assert f"first holds a run with calibration {written}, not {of_second}; name" in message
+    assert f"first holds a run with calibration {written!r}, not {of_second!r}; name" in message
     with pytest.raises(SystemExit):
         run_command(monkeypatch, capsys, folder, tmp_path / "first", *options_of(traces_file))
-    assert f"calibration {written}, not None; name another output folder" in capsys.readouterr().err
+    assert (
+        f"calibration {written!r}, not None; name another output folder" in capsys.readouterr().err
+    )
 
 
 def test_a_calibration_of_another_model_is_refused(

@@ -306,10 +306,10 @@ def test_a_calibration_through_the_command(monkeypatch, capsys, folder, tmp_path
     assert given == dict.fromkeys(["full", "epikv", "epikv-fit"], calibrations[0])
     of_folder = tiny.read_json(tmp_path / "run/settings.json")["calibration"]
     for again, words in (
-        ([*options[:-1], str(paths[1])], f"run holds a run with calibration {of_folder}, not "),
+        ([*options[:-1], str(paths[1])], f"run holds a run with calibration {of_folder!r}, not "),
         (
             ["--trials", "1", "--policies", "random"],
-            f"{of_folder}, not None; name another",
+            f"{of_folder!r}, not None; name another",
         ),
     ):
         with pytest.raises(SystemExit):
