@@ -263,6 +263,8 @@ def calibration_section(source: Path, page: Path) -> str:
             *map(tuning, HALVES, chosen),
             f"![Correlation of each block's change with importance]({plot})",
             *held_out_tables(source),
+            "### Other uses of the fitted score",
+            variants_table(source),
             "### Recall of planted facts, calibrated on the first half",
             passkey.table(read_run(source / "passkey-calibrated")[1]),
         ]
@@ -314,14 +316,53 @@ def held_out_tables(source: Path) -> list[str]:
             for name, records in rows.items()
         }
         control = rows[CONTROL, "shared"]
-        mean, low, high = difference(rows["epikv, calibrated", "shared"], rows["epikv", "shared"])
+        reading = [name for name in rows if name[0] in BASELINES]  # attention weights
+        nearest = min(reading, key=lambda name: loss_gap(rows[name]))
+        fit = next(name for name in rows if name[0] == "epikv-fit, calibrated")
+        bands = [("epikv, calibrated", "shared"), ("epikv", "shared")]
         parts += [
             f"### Held-out traces, budget {budget}",
-            f"`epikv` with calibrated bands less `epikv` with its own, over {len(common)} traces:"
-            f" {mean:+.3f} nats ({low:+.3f} to {high:+.3f}). {verdict(rows, control)}",
+            f"Over {len(common)} traces, in nats (95 % interval): {less(rows, *bands)};"
+            f" {less(rows, fit, nearest)}, the nearest of those that read attention weights."
+            f" {verdict(rows, control)}",
             fidelity_table(rows, control),
         ]
     return parts
+
+
+def less(rows: Rows, one: tuple[str, str], other: tuple[str, str]) -> str:
+    """The difference of two rows' loss gaps, in words."""
+    mean, low, high = difference(rows[one], rows[other])
+    return f"`{one[0]}` less `{other[0]}` {mean:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def variants_table(source: Path) -> str:
+    """Loss gaps of other uses of the fit, of both halves' held-out traces, less the plain one's."""
+    contents = [
+        json.loads((source / f"variants-{half}.json").read_text("utf-8")) for half in HALVES
+    ]
+    gaps: dict[str, list[float]] = {}
+    for content in contents:
+        for name, by_trace in content["loss_gap"].items():
+            gaps.setdefault(name, []).extend(by_trace.values())
+    plain, *_ = gaps.values()
+    rows = []
+    for name, values in gaps.items():
+        differences = [value - same for value, same in zip(values, plain, strict=True)]
+        low, high = t_interval(differences)
+        rows.append(
+            [
+                name,
+                f"{statistics.mean(values):.4f}",
+                f"{statistics.mean(differences):+.4f} ({low:+.4f} to {high:+.4f})",
+            ]
+        )
+    settings = contents[0]["settings"]
+    titles = ["variant", "loss gap, nats", "less the first's (95 % interval)"]
+    return (
+        f"{len(plain)} held-out traces x {settings['tokens']} tokens, budget {settings['budget']}"
+        f" (`variants.py`).\n\n{markdown(titles, rows)}"
+    )
 
 
 # The page --------------------------------------------------------------------------------------

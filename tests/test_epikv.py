@@ -533,7 +533,7 @@ BY_HAND = {
     # Nothing counts but age. If it speaks against a token this is `streaming`:
     "old ones go": (
         "epikv-fit",
-        dict(budget=5, sinks=1, recent=2, calibration=only(4, log_age=-1.0)),
+        dict(budget=5, sinks=1, recent=2, slot_map="shared", calibration=only(4, log_age=-1.0)),
         12,
         0,
         [1, 2, 3, 4, 5, 6, 7],
@@ -541,7 +541,7 @@ BY_HAND = {
     # If it speaks for a token the newest goes that is not among the last two: 3 when 5 comes in.
     "new ones go": (
         "epikv-fit",
-        dict(budget=5, sinks=1, recent=2, calibration=only(4, log_age=1.0)),
+        dict(budget=5, sinks=1, recent=2, slot_map="shared", calibration=only(4, log_age=1.0)),
         12,
         0,
         [3, 4, 5, 6, 7, 8, 9],
@@ -793,7 +793,13 @@ OF_KEYS_BY_HAND = {
     #   8   1: 12/8, 6: 20/3, 7: 2/2   7
     "ages": (
         "epikv-fit",
-        dict(budget=4, sinks=1, recent=1, calibration=only(1, 1, -1.0, key_norm=(1.0,))),
+        dict(
+            budget=4,
+            sinks=1,
+            recent=1,
+            slot_map="shared",
+            calibration=only(1, 1, -1.0, key_norm=(1.0,)),
+        ),
         AGEING,
         None,
         None,
@@ -1296,6 +1302,8 @@ def test_invariants(policy, data, poison, ties):
     """
     options, n_prompt, chunk, seed = data.draw(cases(policy))
     sizes = data.draw(shapes(4 if policy in SCORING or policy == "epikv-fit" else None))
+    if policy == "epikv-fit":
+        options["calibration"] = tiny.calibration(4, n_kv_heads=sizes["n_kv_heads"])
     check_invariants(settings_for(policy, **options), sizes, n_prompt, chunk, seed, poison, ties)
 
 

@@ -46,14 +46,18 @@ CHUNKED = [
 
 
 @pytest.mark.parametrize("reserve", [0, 5])
-@pytest.mark.parametrize("policy", CHUNKED)
-def test_a_chunk_is_as_many_steps(model, policy, reserve):
+@pytest.mark.parametrize(
+    "policy, slot_map",
+    [*((policy, None) for policy in CHUNKED), ("k-norm", "head"), ("epikv-fit", "shared")],
+)
+def test_a_chunk_is_as_many_steps(model, policy, slot_map, reserve):
     """The same predictions, and the same tokens left in the same slots.
 
     Of rows whose prompt is protected, fits, and is longer than the budget; chunks that are cut
     short among them.
     """
-    config = EvictionConfig(128, policy, seed=3, value_reserve=reserve, **tiny.needed(policy, 4))
+    options = dict(seed=3, value_reserve=reserve, slot_map=slot_map)
+    config = EvictionConfig(128, policy, **options, **tiny.needed(policy, 4))
     prompts, tokens = prompts_of(3, 100, 170), random_tokens(3, 3 * CHUNK + 10)
     single = Replay(model, config, prompts, tokens.shape[1], "none", chunked=False)
     chunked = Replay(model, config, prompts, tokens.shape[1], "none")
@@ -87,10 +91,9 @@ def test_every_policy_takes_chunks_or_is_known_not_to():
 
 
 def test_what_cannot_take_chunks():
-    """A recency window shorter than a chunk; maps of heads, whose masks would differ."""
+    """A recency window shorter than a chunk."""
     assert takes_chunks(EvictionConfig(128, "epikv", recent=CHUNK))
     assert not takes_chunks(EvictionConfig(128, "epikv", recent=CHUNK - 1))
-    assert not takes_chunks(EvictionConfig(128, "k-norm", slot_map="head"))
 
 
 @pytest.mark.parametrize("policy", ["epikv", "epikv-fit", "lag-kv", "h2o"])
@@ -238,7 +241,7 @@ def test_a_calibration_goes_with_every_setting():
     policies = "epikv-fit,streaming,full"
     settings = parse_settings(arguments(policies, "64", None, calibration=calibration))
     assert [str(setting) for setting in settings] == ["epikv-fit, 64", "streaming, 64", "full"]
-    assert [setting.slot_map for setting in settings] == ["shared"] * 3  # without one
+    assert [setting.slot_map for setting in settings] == ["head", "shared", "shared"]
 
 
 @pytest.mark.parametrize(

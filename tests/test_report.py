@@ -143,6 +143,11 @@ def calibrated(source):
         records += [record("epikv-fit", trace, 0.1 * int(trace)) for trace in traces]
         records.append(record("epikv-fit", f"only in the {half}", 9.0))
         write_run(source / f"held-out-{half}", {}, records)
+        gaps = {trace: 0.1 * int(trace) for trace in traces}
+        longer = {trace: gap + 0.25 for trace, gap in gaps.items()}
+        content = {"settings": {"budget": 64, "tokens": 100}}
+        content["loss_gap"] = {"epikv-fit": gaps, "spans": longer}
+        (source / f"variants-{half}.json").write_text(json.dumps(content), encoding="utf-8")
     answer = {"policy": "epikv-fit", "budget": 64, "recent": None, "trial": 0, "distance": 100}
     answers = [answer | {"answer": "1234", "found": found} for found in ("1234", "1234", "9", "9")]
     write_run(source / "passkey-calibrated", {}, answers)
@@ -165,7 +170,12 @@ def test_calibration_by_hand(calibrated):
     assert row_of(text, "second half: bands")[1] == "-0.300 (-0.100 to -0.500)"
     assert "for a token blocks 3 to 5, against it 7, weights 1.00 and 0.25" in text
     assert "by +0.50 from raw changes, by -0.12 from z-scores" in text
-    assert "over 4 traces: +0.050 nats (+0.050 to +0.050)" in text
+    assert (
+        "Over 4 traces, in nats (95 % interval): `epikv, calibrated` less `epikv` +0.050 (+0.050 to"
+        " +0.050); `epikv-fit, calibrated` less `thinkv` -0.250 (-0.250 to -0.250), the nearest of"
+    ) in text
+    assert "4 held-out traces x 100 tokens, budget 64" in text
+    assert row_of(text, "spans")[1:] == ["0.4000", "+0.2500 (+0.2500 to +0.2500)"]
     gaps = {row: row_of(text, row)[2] for row in ("epikv", "epikv, calibrated", "random")}
     assert [gap.split()[0] for gap in gaps.values()] == ["0.2500", "0.3000", "0.3500"]
     assert row_of(text, "epikv-fit, calibrated")[2:4] == [
