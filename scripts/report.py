@@ -17,11 +17,14 @@ import statistics
 import sys
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import passkey  # noqa: E402
 from baselines import BASELINES  # noqa: E402
+from calibrate import spearman  # noqa: E402
 from epikv import POLICIES  # noqa: E402
 from fidelity import cell, mean_and_error  # noqa: E402
 from generate import ArgumentParser  # noqa: E402
@@ -259,6 +262,7 @@ def calibration_section(source: Path, page: Path) -> str:
             " fit's scores, mean over heads, with the labels, and of each head's own with what its"
             " later queries do.",
             markdown(["chosen on the", "correlation (95 % interval)", "p", "by head"], rows),
+            attention_line(source / "labels"),
             *bands,
             *map(tuning, HALVES, chosen),
             f"![Correlation of each block's change with importance]({plot})",
@@ -268,6 +272,28 @@ def calibration_section(source: Path, page: Path) -> str:
             "### Recall of planted facts, calibrated on the first half",
             passkey.table(read_run(source / "passkey-calibrated")[1]),
         ]
+    )
+
+
+def attention_line(folder: Path) -> str:
+    """How the attention that tokens get goes with their effect, on the same labels."""
+    by_delay: dict[int, list[float]] = {}
+    for record in read_lines(folder, "records"):
+        both = [record["attention"], record["effect"]]
+        known = [pair for pair in zip(*both, strict=True) if None not in pair]
+        if known:
+            attention, effect = torch.tensor(known, dtype=torch.float64).T
+            found = by_delay.setdefault(record["delay"], [])
+            found.append(spearman(attention[:, None], effect).item())
+    told = [
+        "{:+.3f} ({:+.3f} to {:+.3f}) after {} tokens".format(
+            statistics.mean(found), *t_interval(found), delay
+        )
+        for delay, found in sorted(by_delay.items())
+    ]
+    return (
+        "The attention that a token will get, mean over layers and heads, which no policy can know,"
+        f" goes with its effect by {', '.join(told)} ({len(found)} traces)."
     )
 
 

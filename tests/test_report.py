@@ -1,6 +1,7 @@
 """The page of results: numbers by hand, and the page that is kept is the one that is written."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -148,6 +149,13 @@ def calibrated(source):
         content = {"settings": {"budget": 64, "tokens": 100}}
         content["loss_gap"] = {"epikv-fit": gaps, "spans": longer}
         (source / f"variants-{half}.json").write_text(json.dumps(content), encoding="utf-8")
+    effects = {"0": [None, 1.0, 2.0, 3.0], "1": [None, 3.0, 2.0, 1.0], "2": [None, 1.0, 3.0, 2.0]}
+    labels = [
+        {"trace": trace, "delay": delay, "attention": [0.5, 0.1, 0.2, 0.3], "effect": effect}
+        for delay in (8, 64)
+        for trace, effect in effects.items()
+    ]
+    write_run(source / "labels", {}, labels)
     answer = {"policy": "epikv-fit", "budget": 64, "recent": None, "trial": 0, "distance": 100}
     answers = [answer | {"answer": "1234", "found": found} for found in ("1234", "1234", "9", "9")]
     write_run(source / "passkey-calibrated", {}, answers)
@@ -174,6 +182,13 @@ def test_calibration_by_hand(calibrated):
         "Over 4 traces, in nats (95 % interval): `epikv, calibrated` less `epikv` +0.050 (+0.050 to"
         " +0.050); `epikv-fit, calibrated` less `thinkv` -0.250 (-0.250 to -0.250), the nearest of"
     ) in text
+    # Of three ranks 1, -1 and 1/2; Student's t of two degrees of freedom is 4.303,
+    # of which the expansion has 4.16.
+    low, high = 1 / 6 - 4.303 * 1.0408 / 3**0.5, 1 / 6 + 4.303 * 1.0408 / 3**0.5
+    (told,) = (line for line in text.splitlines() if line.startswith("The attention"))
+    found = [float(number) for number in re.findall(r"[+-]\d\.\d+", told)]
+    assert found == pytest.approx([1 / 6, low, high] * 2, abs=0.1)
+    assert "after 8 tokens" in told and "after 64 tokens (3 traces)" in told
     assert "4 held-out traces x 100 tokens, budget 64" in text
     assert row_of(text, "spans")[1:] == ["0.4000", "+0.2500 (+0.2500 to +0.2500)"]
     gaps = {row: row_of(text, row)[2] for row in ("epikv", "epikv, calibrated", "random")}
