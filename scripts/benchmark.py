@@ -65,7 +65,7 @@ from tables import markdown  # noqa: E402
 
 STEPS, ROUNDS = INTERVAL, 5  # so that each round of kvpress has one compression
 ROOM = STEPS * (ROUNDS + 2)  # tokens that a contender takes in after its position
-LABEL_TOKENS, ANSWER_TOKENS = 1500, 128  # of the text that is labelled, and of its answers
+LABEL_TOKENS, ANSWER_TOKENS = 1000, 128  # of the text that is labelled, and of its answers
 TEXT = "A river begins as a trickle in the hills and grows with every stream that joins it. "
 # How much faster ours is to be than the fastest of those with such words in their names, in a short
 # text, where all hold as many tokens as the budget, or at the end of a long one.
