@@ -41,7 +41,7 @@ NO_POSITION = -1  # in `SlotCache.position`: the slot is empty
 FAR = torch.iinfo(torch.int64).max  # later than any position
 
 
-Matrix = tuple[tuple[float, ...], ...]
+Matrix = tuple[tuple[float, ...], ...]  # of rows
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,10 @@ class Calibration:
     recent: float
 
     def __post_init__(self):
-        by_feature, by_head = self.fit.tensors(torch.float64)  # raises for lists of unequal length
-        if by_feature.shape[2] != self.n_layers or by_head.shape[:2] != by_feature[:, 0].shape:
+        by_feature, by_head = self.fit.tensors(torch.float32)  # raises for lists of unequal length
+        n_sums = len(by_head)
+        is_whole = by_feature.shape == (n_sums, 6, self.n_layers) and by_head.dim() == 3
+        if not (is_whole and by_head.shape[1] == self.n_layers):
             shapes = f"{list(by_feature.shape)} and {list(by_head.shape)}"
             raise ValueError(f"the fit's weights are {shapes} for {self.n_layers} blocks")
         others = torch.tensor([self.weight_a, self.weight_b, self.fit.log_age])
@@ -666,6 +668,7 @@ class EpiKVFit(Policy):
         if config.calibration is None:
             return super().default_recent(config)  # until `check` refuses it
         recent = int(config.calibration.recent * config.budget)
+        recent = max(recent, cls.blocks * (config.lag or 0))
         return max(0, min(recent, config.budget - config.sinks - 1))
 
     def __init__(self, config: EvictionConfig, shape: CacheShape):

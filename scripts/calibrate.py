@@ -319,7 +319,9 @@ def fit(texts: list[Text], columns: Tensor) -> FitWeights:
     scores = (x - x.mean(0)) @ weights
     by_head = torch.linalg.svd(scores, full_matrices=False).Vh[:N_SUMS]  # [R, L H_kv]
     sums = weights @ by_head.T  # [6 L, R]
-    by_head = by_head / (x @ sums @ by_head).std(0).clamp(min=1e-300)
+    deviation = (x @ sums @ by_head).std(0)
+    # A head on which nothing ever had an effect scores nothing, not its rounding errors.
+    by_head = by_head / torch.where(deviation > 1e-9 * deviation.max(), deviation, torch.inf)
     n_layers = texts[0].changes.shape[1]
     by_feature = sums.T.unflatten(1, (6, n_layers)).transpose(0, 1)  # [6, R, L]
     heads = by_head.unflatten(1, (n_layers, -1))
@@ -419,7 +421,10 @@ def read_signals(model: Transformer, tokens: list[int], window: int) -> tuple[Te
 def read_texts(
     model: Transformer, records: list[dict], labels: dict[str, dict[int, list]], window: int
 ) -> list[Text]:
-    """The traces that have labels, of which those at the shortest delay count."""
+    """The traces that have labels and effects, of which those at the shortest delay count.
+
+    One that is too short to have more than one such token is left out.
+    """
     texts = []
     for record in records:
         if record["id"] not in labels:
@@ -432,6 +437,9 @@ def read_texts(
         changes, features = (signal[begin:] for signal in read_signals(model, tokens, window))
         effects = head_effects(model, tokens, sorted(by_delay))[:, begin:].cpu()
         near = torch.tensor(near, dtype=torch.float64)
+        known = (~near.isnan()).sum(), (~effects[0, :, 0, 0].isnan()).sum()
+        if min(known) < 2:
+            continue
         texts.append(Text(trace, record["prompt"], changes, features, near, effects))
         print(f"{len(texts)} of {len(labels)} traces read", file=sys.stderr)
     return texts

@@ -286,14 +286,14 @@ def attention_line(folder: Path) -> str:
             found = by_delay.setdefault(record["delay"], [])
             found.append(spearman(attention[:, None], effect).item())
     told = [
-        "{:+.3f} ({:+.3f} to {:+.3f}) after {} tokens".format(
-            statistics.mean(found), *t_interval(found), delay
+        "{:+.3f} ({:+.3f} to {:+.3f}) after {} tokens ({} traces)".format(
+            statistics.mean(found), *t_interval(found), delay, len(found)
         )
         for delay, found in sorted(by_delay.items())
     ]
     return (
         "The attention that a token will get, mean over layers and heads, which no policy can know,"
-        f" goes with its effect by {', '.join(told)} ({len(found)} traces)."
+        f" goes with its effect by {', '.join(told)}."
     )
 
 
@@ -363,10 +363,9 @@ def less(rows: Rows, one: tuple[str, str], other: tuple[str, str]) -> str:
 
 
 def variants_table(source: Path) -> str:
-    """Loss gaps of other uses of the fit, of both halves' held-out traces, less the plain one's."""
-    contents = [
-        json.loads((source / f"variants-{half}.json").read_text("utf-8")) for half in HALVES
-    ]
+    """Loss gaps of other uses of the fit, on all held-out traces there are, less the plain one's."""
+    files = sorted(source.glob("variants-*.json"))
+    contents = [json.loads(file.read_text("utf-8")) for file in files]
     gaps: dict[str, list[float]] = {}
     for content in contents:
         for name, by_trace in content["loss_gap"].items():

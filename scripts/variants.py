@@ -34,7 +34,7 @@ from epikv import (  # noqa: E402
 from fidelity import cut, replay, tokenize_trace  # noqa: E402
 from generate import ArgumentParser, parse_calibration  # noqa: E402
 from records import read_records, told_in_one_line  # noqa: E402
-from replay import add_model, check_numbers, describe, load_model  # noqa: E402
+from replay import add_model, check_numbers, describe, fingerprint, load_model  # noqa: E402
 from tables import markdown  # noqa: E402
 
 CLAUSE = 8  # tokens whose scores are smoothed
@@ -56,7 +56,10 @@ class Smoothed(EpiKVFit):
 
 
 class Spans(EpiKVFit):
-    """Once a span of `lag` tokens is complete, each of them has the mean score."""
+    """Once a span of `lag` tokens is complete, each of them has the mean score.
+
+    Age still tells them apart, so the span goes from its oldest token on.
+    """
 
     has_lag = True
     blocks = 1
@@ -123,6 +126,7 @@ def main() -> None:
             gaps[name] = dict(zip([trace.id for trace in traces], means, strict=True))
             print(f"{name}: {statistics.mean(means):.4f}", file=sys.stderr)
         settings = describe(args, model) | {"budget": args.budget, "tokens": args.tokens}
+        settings["calibration"] = fingerprint(args.calibration)
         text = json.dumps({"settings": settings, "loss_gap": gaps}, indent=1)
         args.output.write_text(text + "\n", encoding="utf-8")
         rows = [[name, f"{statistics.mean(gap.values()):.4f}"] for name, gap in gaps.items()]

@@ -261,6 +261,18 @@ def test_a_planted_block_is_fitted():
     assert scores.std(0).tolist() == pytest.approx([1.0] * 32, rel=1e-2)
 
 
+def test_a_head_without_any_effect_scores_nothing():
+    texts = make_texts(0, {5: 1.0})
+    for text in texts:
+        text.effects = text.effects.clone()
+        text.effects[:, :, 2, 1] = 0
+    _, by_head = fit(texts, EVERY).tensors(torch.float64)
+    assert by_head[:, 2, 1].eq(0).all() and by_head[:, 2, 0].abs().max() > 0.1
+    for text in texts:
+        text.effects = torch.zeros_like(text.effects)
+    assert fit(texts, EVERY).tensors(torch.float64)[1].eq(0).all()
+
+
 def test_few_sums_lose_the_least(monkeypatch):
     """Two blocks make two kinds of heads; with two sums all is there, with one the larger part."""
     texts = make_texts(0, {3: 1.0})
@@ -387,7 +399,7 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
     """Labels and traces in, a small file and a plot out, and a verdict in words."""
     records = [
         {"id": str(i), "prompt": f"Problem {i // 2}", "trace": f"Thought {i} " * 12}
-        for i in range(6)
+        for i in range(7)
     ]
     lines = [json.dumps(record) for record in records]
     (tmp_path / "traces.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -398,7 +410,10 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
         for i in range(6)
         for delay in (0, 20)
     ]
-    lines = [json.dumps(label) for label in labels] + [json.dumps(labels[0] | {"filler": "eos"})]
+    short = {"trace": "6", "filler": "drop", "delay": 0, "effect": [None, 1.0, None]}
+    lines = [json.dumps(label) for label in [*labels, short]] + [
+        json.dumps(labels[0] | {"filler": "eos"})
+    ]
     (tmp_path / "labels/records.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     options = ["--labels", "labels", "--traces", "traces.jsonl", "--output", "c.json"]
     options += ["--budget", "32", "--held-out", "held-out.jsonl"]

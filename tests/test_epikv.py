@@ -1755,6 +1755,11 @@ BAD_CALIBRATIONS = {
         spoiled(heads=[[[1, 2]] * 4]),
         "the fit's weights are [3, 6, 4] and [1, 4, 2] for 4 blocks",
     ),
+    "no sums": (
+        spoiled(**{name: [] for name in asdict(tiny.calibration(4).fit) if name != "log_age"}),
+        "weights are",
+    ),
+    "a weight too large for float32": (spoiled(heads=[[[1, 1e39]] * 4] * 3), "not finite"),
     "heads of fewer blocks": (spoiled(heads=[[[1, 2]] * 3] * 3), "[3, 3, 2] for 4 blocks"),
     "heads of different numbers": (
         spoiled(heads=[[[1, 2]] * 3 + [[1]]] * 3),

@@ -188,7 +188,7 @@ def test_calibration_by_hand(calibrated):
     (told,) = (line for line in text.splitlines() if line.startswith("The attention"))
     found = [float(number) for number in re.findall(r"[+-]\d\.\d+", told)]
     assert found == pytest.approx([1 / 6, low, high] * 2, abs=0.1)
-    assert "after 8 tokens" in told and "after 64 tokens (3 traces)" in told
+    assert "after 8 tokens (3 traces), " in told and "after 64 tokens (3 traces)." in told
     assert "4 held-out traces x 100 tokens, budget 64" in text
     assert row_of(text, "spans")[1:] == ["0.4000", "+0.2500 (+0.2500 to +0.2500)"]
     gaps = {row: row_of(text, row)[2] for row in ("epikv", "epikv, calibrated", "random")}
