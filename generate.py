@@ -827,6 +827,8 @@ def run_command(args: argparse.Namespace) -> int:
         return chat(load(args), args, settings)
     if args.profile and not args.profile.parent.is_dir():
         raise ValueError(f"no such folder: {args.profile.parent}")
+    if args.profile and args.profile.is_dir():
+        raise ValueError(f"{args.profile} is a folder; name a file for the profile")
     prompt = read_prompt(args)
     if not prompt.strip():
         raise ValueError("the prompt is empty")

@@ -360,6 +360,8 @@ def tune(
     n_tokens = statistics.median_high(len(text.trace.tokens) for text in texts)
     traces = [text.trace for text in texts if len(text.trace.tokens) >= n_tokens]
     traces = [replace(trace, tokens=trace.tokens[:n_tokens]) for trace in traces]
+    if budget >= n_tokens:
+        raise ValueError(f"budget {budget} holds the traces' {n_tokens} tokens; lower it")
     aged = {age: replace(calibration, fit=replace(calibration.fit, log_age=age)) for age in AGES}
     calibration, by_age = least_loss(model, traces, aged, budget)
     windowed = {recent: replace(calibration, recent=recent) for recent in RECENTS}
@@ -432,6 +434,8 @@ def read_texts(
         whole = tokenize_trace(record, model.tokenizer)
         by_delay = labels[record["id"]]
         near = [math.nan if x is None else x for x in by_delay[min(by_delay)]]
+        if len(near) > len(whole.tokens):
+            raise ValueError(f"trace {record['id']!r} has fewer tokens than labels: other traces?")
         trace = replace(whole, tokens=whole.tokens[: len(near)])
         tokens, begin = trace.prompt + trace.tokens, len(trace.prompt)
         changes, features = (signal[begin:] for signal in read_signals(model, tokens, window))
@@ -543,7 +547,7 @@ def main() -> None:
         records = read_records(args.traces, dict.fromkeys(("id", "prompt", "trace"), str))
         labels: dict[str, dict[int, list]] = {}
         for record in read_lines(args.labels, "records"):
-            if record["filler"] == args.filler and args.outcome in record:
+            if record.get("filler") == args.filler and args.outcome in record:
                 by_delay = labels.setdefault(record["trace"], {})
                 by_delay[record["delay"]] = record[args.outcome]
         if not labels:
@@ -551,6 +555,8 @@ def main() -> None:
             raise ValueError(f"{args.labels} has no labels of outcome {what}")
         model = load_model(args)
         texts = read_texts(model, records, labels, args.window)
+        if not texts:
+            raise ValueError(f"{args.traces} has no trace that {args.labels} tells of")
         parts = [[texts[i] for i in half] for half in halves([text.prompt for text in texts])]
         first, second = reversed(parts) if args.swap else parts
         if not (first and second):

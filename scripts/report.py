@@ -363,7 +363,7 @@ def less(rows: Rows, one: tuple[str, str], other: tuple[str, str]) -> str:
 
 
 def variants_table(source: Path) -> str:
-    """Loss gaps of other uses of the fit, on all held-out traces there are, less the plain one's."""
+    """Loss gaps of other uses of the fit on all held-out traces, and less the plain one's."""
     files = sorted(source.glob("variants-*.json"))
     contents = [json.loads(file.read_text("utf-8")) for file in files]
     gaps: dict[str, list[float]] = {}
