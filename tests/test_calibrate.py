@@ -393,6 +393,8 @@ def test_the_weight_of_age_is_the_one_that_loses_least(folder, monkeypatch):
     untuned = replace(tuned, recent=0.25, fit=replace(tuned.fit, log_age=calibration.fit.log_age))
     assert untuned == calibration
     assert [*gaps["age"].values()] == [*gaps["recent"].values()] == [1, 1, 1, 0.5, 1, 1]
+    with pytest.raises(ValueError, match="^budget 50 holds the traces' 50 tokens; lower it$"):
+        tune(model, texts, calibration, 50)
 
 
 def test_the_command(folder, tmp_path, monkeypatch, capsys):
@@ -443,6 +445,15 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
     main()
     swapped = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
     assert swapped["chosen_on"] == ["2", "3"] and swapped["checked_on"] == ["0", "1", "4", "5"]
+    for changed, words in (
+        ([records[0] | {"id": "another"}], "traces.jsonl has no trace that labels tells of"),
+        ([records[0] | {"trace": "Thought"}], "trace '0' has fewer tokens than labels"),
+    ):
+        lines = [json.dumps(record) for record in changed]
+        (tmp_path / "traces.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with pytest.raises(SystemExit):
+            main()
+        assert words in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--filler", "pad"])
     with pytest.raises(SystemExit):
         main()

@@ -751,6 +751,9 @@ def test_a_trace_needs_a_folder_and_no_chat(cli, unloadable, tmp_path):
     """Told before the model is loaded."""
     code, out, err = cli(*PROMPT, "--profile", tmp_path / "none" / "trace.json")
     assert (code, out, err) == (2, "", f"error: no such folder: {tmp_path / 'none'}\n")
+    code, out, err = cli(*PROMPT, "--profile", tmp_path)
+    message = f"error: {tmp_path} is a folder; name a file for the profile\n"
+    assert (code, out, err) == (2, "", message)
     code, out, err = cli("--chat", "--profile", tmp_path / "trace.json")
     assert (code, out) == (2, "") and "--chat goes without" in err and "--profile" in err
 
