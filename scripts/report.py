@@ -390,6 +390,16 @@ def variants_table(source: Path) -> str:
     )
 
 
+# Speed -----------------------------------------------------------------------------------------
+
+
+def speed_section(folder: Path, page: Path) -> str:
+    """The tables of `benchmark.py` and `quantization.py` as they were printed, and the plots."""
+    tables = [file.read_text(encoding="utf-8").strip() for file in sorted(folder.glob("*.md"))]
+    plots = [f"![Milliseconds a step]({relative(file, page)})" for file in folder.glob("*.png")]
+    return "\n\n".join([*tables, *sorted(plots)])
+
+
 # The page --------------------------------------------------------------------------------------
 
 
@@ -405,6 +415,9 @@ def write_page(source: Path, page: Path) -> str:
             "## Calibration: bands and weights of this model",
             calibration_section(source, page),
         ]
+    speed = []
+    if (source / "speed").is_dir():
+        speed = ["## Speed, and what fewer bits cost", speed_section(source / "speed", page)]
     parts = [
         "# Results",
         f"Written by `scripts/{Path(__file__).name}` from `{relative(source, page)}/`; how each"
@@ -426,6 +439,7 @@ def write_page(source: Path, page: Path) -> str:
         " measured rise on top of the model's weights. `attention` is the full cache with attention"
         " weights that stand in memory.",
         *memory,
+        *speed,
         "## The paper's protocol, ready to run",
         PAPER,
     ]

@@ -210,6 +210,17 @@ def test_the_page_tells_of_a_calibration_where_there_is_one(source, calibrated):
     assert "Calibration" not in report.write_page(source, source.parent / "page.md")
 
 
+def test_the_page_tells_of_speed_where_it_was_measured(source):
+    page = source.parent / "page.md"
+    assert "## Speed" not in report.write_page(source, page)
+    (source / "speed").mkdir()
+    (source / "speed/peers.md").write_text("| a | 1 |\n", encoding="utf-8")
+    (source / "speed/peers.png").touch()
+    text = report.write_page(source, page)
+    assert "## Speed, and what fewer bits cost\n\n| a | 1 |\n\n![" in text
+    assert "(results/speed/peers.png)" in text
+
+
 def test_the_command(source, monkeypatch):
     """All sections, in a page beside the results; and a missing part is said in one line."""
     page = source.parent / "page.md"
