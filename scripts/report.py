@@ -263,6 +263,7 @@ def calibration_section(source: Path, page: Path) -> str:
             " later queries do.",
             markdown(["chosen on the", "correlation (95 % interval)", "p", "by head"], rows),
             attention_line(source / "labels"),
+            drop_line(source / "labels-loss", source / "labels"),
             *bands,
             *map(tuning, HALVES, chosen),
             f"![Correlation of each block's change with importance]({plot})",
@@ -294,6 +295,30 @@ def attention_line(folder: Path) -> str:
     return (
         "The attention that a token will get, mean over layers and heads, which no policy can know,"
         f" goes with its effect by {', '.join(told)}."
+    )
+
+
+def drop_line(dropped: Path, labels: Path) -> str:
+    """How effect and attention, means over a window, go with the loss when it is dropped."""
+    settings = json.loads((dropped / "settings.json").read_text(encoding="utf-8"))
+    window = settings["window"]  # as far apart as they are long
+    by_key = {(one["trace"], one["delay"]): one for one in read_lines(labels, "records")}
+    found: dict[str, list[float]] = {"effect": [], "attention": []}
+    for record in read_lines(dropped, "records"):
+        label = by_key[record["trace"], record["delay"]]
+        for name, correlations in found.items():
+            both = zip(record["loss"], label[name], strict=True)
+            known = torch.tensor([pair for pair in both if None not in pair], dtype=torch.float64)
+            whole = known[: len(known) // window * window].view(-1, window, 2).mean(1)
+            correlations.append(spearman(whole[:, 1:], whole[:, 0]).item())
+    told = [
+        "{} by {:+.3f} ({:+.3f} to {:+.3f})".format(name, statistics.mean(all_), *t_interval(all_))
+        for name, all_ in found.items()
+    ]
+    return (
+        f"Where windows of {window} tokens are dropped {record['delay']} tokens later, the loss on"
+        f" the rest of the text goes with their mean {', with their '.join(told)}"
+        f" ({len(found['effect'])} traces)."
     )
 
 

@@ -156,6 +156,8 @@ def calibrated(source):
         for trace, effect in effects.items()
     ]
     write_run(source / "labels", {}, labels)
+    losses = [{"trace": "0", "delay": 8, "loss": [None, 1.0, 2.0, 3.0]}]
+    write_run(source / "labels-loss", {"window": 1}, losses)
     answer = {"policy": "epikv-fit", "budget": 64, "recent": None, "trial": 0, "distance": 100}
     answers = [answer | {"answer": "1234", "found": found} for found in ("1234", "1234", "9", "9")]
     write_run(source / "passkey-calibrated", {}, answers)
@@ -199,6 +201,28 @@ def test_calibration_by_hand(calibrated):
     ]
     assert "(results/calibration/first.png)" in text
     assert row_of(text, "epikv-fit, 64")[2].startswith("50% (")
+
+
+def test_dropped_windows_by_hand(tmp_path):
+    """Three windows of two tokens, the odd one left out: losses 1, 3 and 2, as ranks.
+
+    Effects have means 1, 5 and 4 in one trace, as the losses, and 5, 1 and 4 in the other;
+    attention falls.
+    """
+    losses = [1.0, 1.0, 3.0, 3.0, 2.0, 2.0, 7.0, None]
+    attention = [9.0, 9.0, 5.0, 5.0, 1.0, 1.0, 0.0, 0.0]
+    effects = {"0": [0.0, 2.0, 4.0, 6.0, 3.0, 5.0], "1": [4.0, 6.0, 0.0, 2.0, 3.0, 5.0]}
+    labels = [
+        {"trace": trace, "delay": 9, "attention": attention, "effect": [*effect, 9.0, 9.0]}
+        for trace, effect in effects.items()
+    ]
+    write_run(tmp_path / "labels", {}, labels)
+    dropped = [{"trace": trace, "delay": 9, "loss": losses} for trace in effects]
+    write_run(tmp_path / "loss", {"window": 2}, dropped)
+    text = report.drop_line(tmp_path / "loss", tmp_path / "labels")
+    assert "windows of 2 tokens are dropped 9 tokens later" in text and "(2 traces)" in text
+    # Ranks 0, 2, 1 against 0, 2, 1 and 2, 0, 1: 1 and -1. Against 2, 1, 0: -1/2.
+    assert "mean effect by +0.000 (" in text and "their attention by -0.500 (-0.500 to" in text
 
 
 def test_the_page_tells_of_a_calibration_where_there_is_one(source, calibrated):
