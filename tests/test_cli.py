@@ -288,7 +288,10 @@ CALIBRATIONS = {
     "a list": (lambda path: path.write_text("[1]", "utf-8"), ["is no calibration"]),
     "nested": (lambda path: path.write_text("[" * 100_000, "utf-8"), ["is no calibration"]),
     "without a field": (lambda path: tiny.edit_json(path, drop=["band_a"]), ["'band_a'"]),
-    "other blocks": (lambda path: tiny.edit_json(path, n_layers=4), ["3 weights for 4 blocks"]),
+    "other blocks": (
+        lambda path: tiny.edit_json(path, n_layers=4),
+        ["weights are [3, 6, 3] and [3, 3, 2] for 4 blocks"],
+    ),
     "NaN": (lambda path: tiny.edit_json(path, weight_b=float("nan")), ["a weight is not finite"]),
     "infinite": (lambda path: tiny.edit_json(path, window=float("inf")), ["OverflowError"]),
     "no band": (lambda path: tiny.edit_json(path, band_b=[]), ["a band names no block"]),

@@ -978,8 +978,8 @@ def test_decoding_is_recorded_as_it_is(tmp_path, folder, command, scripted):
     assert greedy["checkpoint"] == folder.name and greedy["dataset"] == "problems.jsonl"
     assert (greedy["dtype"], greedy["device"], greedy["seed"]) == ("float32", "cpu", 0)
     assert sorted(greedy) == sorted(
-        "checkpoint weights dtype device compile_mode torch seed dataset sha256 limit samples"
-        " decoding first_prompt max_new_tokens batch_size calibration".split()
+        "checkpoint weights dtype quantize device compile_mode torch seed dataset sha256 limit"
+        " samples decoding first_prompt max_new_tokens batch_size calibration".split()
     )
     assert str(tmp_path) not in (tmp_path / "greedy/settings.json").read_text(encoding="utf-8")
     assert (greedy["limit"], drawn["limit"]) == (None, 2)
