@@ -893,11 +893,7 @@ def profiled(generation: Generation, path: Path) -> Iterator[Delta]:
         trace.export_chrome_trace(str(path))
 
     engine = generation.engine
-    for name in (
-        "step",
-        "end_block",
-        "last_tokens",
-    ):  # named here, not for every run: it takes time
+    for name in ("step", "end_block", "last_tokens"):  # not named in every run: it takes time
         setattr(engine, name, record_function(name)(getattr(engine, name)))
     n = len(generation.prompts)
     when = schedule(wait=n, warmup=n, active=8 * n, repeat=1)
