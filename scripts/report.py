@@ -93,7 +93,15 @@ def difference(records: list[dict], others: list[dict]) -> tuple[float, float, f
     """Mean difference of the loss gap over the same traces, and its 95 % interval."""
     mine, theirs = values_of(records, "loss_gap"), values_of(others, "loss_gap")
     differences = [mine[trace] - theirs[trace] for trace in sorted(mine) if trace in theirs]
-    return statistics.mean(differences), *t_interval(differences)
+    return mean_and_interval(differences)
+
+
+def mean_and_interval(values: list[float]) -> tuple[float, float, float]:
+    return statistics.mean(values), *t_interval(values)
+
+
+def with_interval(mean: float, low: float, high: float) -> str:
+    return f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def loss_gap(records: list[dict]) -> float:
@@ -113,8 +121,7 @@ def fidelity_table(results: Rows, control: list[dict]) -> str:
     titles += ["KL, nats", "same likeliest token", "slots held"]
     rows = []
     for names, records in sorted(results.items(), key=lambda item: loss_gap(item[1])):
-        mean, low, high = difference(records, control)
-        against = f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
+        against = with_interval(*difference(records, control))
         cells = [cell([*values_of(records, m).values()]) for m in ("loss_gap", "kl", "agreement")]
         held = mean_and_error([*values_of(records, "held").values()])[0]
         rows.append([*names, cells[0], against, *cells[1:], f"{held:.0%}"])
@@ -287,9 +294,7 @@ def attention_line(folder: Path) -> str:
             found = by_delay.setdefault(record["delay"], [])
             found.append(spearman(attention[:, None], effect).item())
     told = [
-        "{:+.3f} ({:+.3f} to {:+.3f}) after {} tokens ({} traces)".format(
-            statistics.mean(found), *t_interval(found), delay, len(found)
-        )
+        f"{with_interval(*mean_and_interval(found))} after {delay} tokens ({len(found)} traces)"
         for delay, found in sorted(by_delay.items())
     ]
     return (
@@ -312,8 +317,8 @@ def drop_line(dropped: Path, labels: Path) -> str:
             whole = known[: len(known) // window * window].view(-1, window, 2).mean(1)
             correlations.append(spearman(whole[:, 1:], whole[:, 0]).item())
     told = [
-        "{} by {:+.3f} ({:+.3f} to {:+.3f})".format(name, statistics.mean(all_), *t_interval(all_))
-        for name, all_ in found.items()
+        f"{name} by {with_interval(*mean_and_interval(correlations))}"
+        for name, correlations in found.items()
     ]
     return (
         f"Where windows of {window} tokens are dropped {record['delay']} tokens later, the loss on"
@@ -324,12 +329,12 @@ def drop_line(dropped: Path, labels: Path) -> str:
 
 def correlation_cells(evidence: dict) -> list[str]:
     (mean,), (low,), (high,) = (evidence[name] for name in ("within_trace", "low", "high"))
-    return [f"{mean:+.3f} ({low:+.3f} to {high:+.3f})", f"{evidence['p']:.3f}"]
+    return [with_interval(mean, low, high), f"{evidence['p']:.3f}"]
 
 
 def head_cell(found: list[float] | None) -> str:
     """Mean and interval; bands have no score by head."""
-    return "" if found is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(*found)
+    return "" if found is None else with_interval(*found)
 
 
 def tuning(half: str, chosen: dict) -> str:
@@ -383,8 +388,7 @@ def held_out_tables(source: Path) -> list[str]:
 
 def less(rows: Rows, one: tuple[str, str], other: tuple[str, str]) -> str:
     """The difference of two rows' loss gaps, in words."""
-    mean, low, high = difference(rows[one], rows[other])
-    return f"`{one[0]}` less `{other[0]}` {mean:+.3f} ({low:+.3f} to {high:+.3f})"
+    return f"`{one[0]}` less `{other[0]}` {with_interval(*difference(rows[one], rows[other]))}"
 
 
 def variants_table(source: Path) -> str:
