@@ -16,6 +16,7 @@ import os
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -266,6 +267,10 @@ class Engine:
         self.block_graph: torch.cuda.CUDAGraph | None = None
         self.warm: set[int | None] = set()
         self.run_step = compiled_step(compile_mode, model.device.type)
+        # To read tokens stalls a GPU, so they are read a few at a time, and CUDA has the next few
+        # steps to run meanwhile.
+        self.steps_per_read = 1 if model.device.type == "cpu" else 16
+        self.reads_ahead = model.device.type == "cuda"
         self.compile_seconds = 0.0
 
     def prefix(self, shortest: int, longest: int) -> int | None:
@@ -335,10 +340,26 @@ class Engine:
                 self.cache.load_row(row, self.prompt_cache)
         self.state.draw(torch.cat(logits), self.cache.length - 1)
 
-    def last_tokens(self, count: int) -> list[list[int]]:
-        """The last `count` tokens drawn (at most DecodeState.RING) in every row; waits for them."""
-        ring, n_drawn = self.state.recent.tolist(), self.state.n_drawn.item()
-        return [[row[i % len(row)] for i in range(n_drawn - count, n_drawn)] for row in ring]
+    def read_tokens(self, count: int) -> Callable[[], list[list[int]]]:
+        """The last `count` tokens drawn (at most DecodeState.RING) in every row.
+
+        Returns a function that waits for them, and only for them: on CUDA, steps run in between go
+        on meanwhile.
+        """
+        is_cuda = self.model.device.type == "cuda"
+        recent, n_drawn = (
+            buffer.to("cpu", non_blocking=is_cuda, copy=True)
+            for buffer in (self.state.recent, self.state.n_drawn)
+        )
+        copied = torch.cuda.current_stream().record_event() if is_cuda else None
+
+        def wait() -> list[list[int]]:
+            if copied is not None:
+                copied.synchronize()
+            end = n_drawn.item()
+            return [[row[i % len(row)] for i in range(end - count, end)] for row in recent.tolist()]
+
+        return wait
 
 
 def record(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -431,6 +452,7 @@ class Generation:
         self.outputs = [Output() for _ in prompts]
         tokenizer = engine.model.tokenizer
         self.texts = [tokenizer.stream() if tokenizer else None for _ in prompts]
+        self.pieces: list[list[str]] = [[] for _ in prompts]  # of the outputs' texts
         self.open_rows = set(range(len(prompts)))
         block = engine.cache.block
         self.block_phases = {-len(prompt) % block for prompt in prompts} if block else set()
@@ -448,24 +470,32 @@ class Generation:
         """The whole run: warm-up, prefill, and decoding until every row has ended."""
         engine = self.engine
         engine.warm_up([self.prefix(step) for step in range(self.max_new_tokens - 1)])
-        # Reading tokens stalls a GPU, so they are read a few at a time.
-        every = 1 if engine.model.device.type == "cpu" else 16
         start = time.perf_counter()
         engine.prefill(self.prompts)
-        tokens = engine.last_tokens(1)
+        tokens = engine.read_tokens(1)()
         self.prefill_seconds = time.perf_counter() - start
-        yield from self.accept(tokens)
-        while self.open_rows and self.n_steps < self.max_new_tokens - 1:
-            count = min(every, self.max_new_tokens - 1 - self.n_steps)
+        decoded = self.decode()
+        while tokens is not None:
+            yield from self.accept(tokens)
             start = time.perf_counter()
-            for step in range(self.n_steps, self.n_steps + count):
+            tokens = next(decoded, None) if self.open_rows else None
+            self.decode_seconds += time.perf_counter() - start
+
+    def decode(self) -> Iterator[list[list[int]]]:
+        """Tokens of every row, a few steps at a time, which may come after the next few began."""
+        engine, n_steps, reads = self.engine, self.max_new_tokens - 1, deque()
+        for first in range(0, n_steps, engine.steps_per_read):
+            steps = range(first, min(first + engine.steps_per_read, n_steps))
+            for step in steps:
                 engine.step(self.prefix(step))
                 if self.ends_block(step):
                     engine.end_block()
-            tokens = engine.last_tokens(count)
-            self.decode_seconds += time.perf_counter() - start
-            self.n_steps += count
-            yield from self.accept(tokens)
+            reads.append(engine.read_tokens(len(steps)))
+            unread = int(engine.reads_ahead and steps.stop < n_steps)  # for now
+            while len(reads) > unread:
+                tokens = reads.popleft()()
+                self.n_steps += len(tokens[0])
+                yield tokens
 
     def prefix(self, step: int) -> int | None:
         return self.engine.prefix(self.shortest + step + 1, self.longest + step + 1)
@@ -491,7 +521,7 @@ class Generation:
                 self.open_rows.remove(row)
                 output.kept = self.kept(row)
                 text += self.texts[row].end() if self.texts[row] else ""
-            output.text += text
+            self.pieces[row].append(text)
             yield Delta(row, new, text)
 
     def kept(self, row: int) -> list[int]:
@@ -504,6 +534,8 @@ class Generation:
         """Outputs and statistics of what has been generated so far."""
         for row in self.open_rows:
             self.outputs[row].kept = self.kept(row)
+        for output, pieces in zip(self.outputs, self.pieces, strict=True):
+            output.text = "".join(pieces)
         return Result(self.outputs, self.statistics())
 
     def statistics(self) -> Statistics:
@@ -893,7 +925,7 @@ def profiled(generation: Generation, path: Path) -> Iterator[Delta]:
         trace.export_chrome_trace(str(path))
 
     engine = generation.engine
-    for name in ("step", "end_block", "last_tokens"):  # not named in every run: it takes time
+    for name in ("step", "end_block", "read_tokens"):  # not named in every run: it takes time
         setattr(engine, name, record_function(name)(getattr(engine, name)))
     n = len(generation.prompts)
     when = schedule(wait=n, warmup=n, active=8 * n, repeat=1)
@@ -954,12 +986,14 @@ def mark_kept(model: Transformer, output: Output, prompt_length: int) -> str:
 def memory_bandwidth(device: torch.device) -> float:
     """Bytes per second at which the device reads its memory: the best of ten sums of 256 MB."""
     numbers = torch.ones(64 * 2**20, device=device)
+    n_sums = 1 if device.type == "cpu" else 16  # a GPU's is over about as soon as it is launched
     seconds = []
     for _ in range(10):
         start = time.perf_counter()
-        numbers.sum()
+        for _ in range(n_sums):
+            numbers.sum()
         synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append((time.perf_counter() - start) / n_sums)
     return numbers.nbytes / min(seconds)
 
 

@@ -386,12 +386,12 @@ class Answerer:
 
     def texts(self) -> list[str]:
         """Decode until all rows have ended, or `n_answer` tokens."""
-        model, rows = self.reader.model, self.engine.last_tokens(1)
+        model, rows = self.reader.model, self.engine.read_tokens(1)()
         for step in range(self.n_answer - 1):
             if all(model.eos_ids & {*row} for row in rows):
                 break
             self.engine.step(self.prefix(step))
-            for row, token in zip(rows, self.engine.last_tokens(1), strict=True):
+            for row, token in zip(rows, self.engine.read_tokens(1)(), strict=True):
                 row += token
         ends = [
             next((i for i, token in enumerate(row) if token in model.eos_ids), len(row))

@@ -736,7 +736,7 @@ def test_a_trace_shows_eight_steps(cli, tmp_path, n_rows):
     events = tiny.read_json(trace)["traceEvents"]
     notes = [event for event in events if event.get("cat") == "user_annotation"]
     steps = [event for event in notes if event["name"] == "step"]
-    reads = [event for event in notes if event["name"] == "last_tokens"]
+    reads = [event for event in notes if event["name"] == "read_tokens"]
     assert len(steps) == len(reads) == 8
     heads = [event for event in events if event["name"] == "aten::argmax" and event["ph"] == "X"]
     for step in steps:

@@ -1126,6 +1126,64 @@ def test_deltas_add_up_to_the_result(model, ends_early):
     assert [delta.row for delta in deltas[:3]] == [0, 1, 2]
 
 
+def reading_late(model, prompts, steps_per_read, ahead, **settings):
+    generation = started(model, prompts, **settings)
+    generation.engine.steps_per_read, generation.engine.reads_ahead = steps_per_read, ahead
+    return generation
+
+
+@pytest.mark.parametrize("steps_per_read, ahead", [(1, True), (7, False), (7, True), (32, True)])
+def test_tokens_read_late_are_the_same(model, ends_early, steps_per_read, ahead):
+    """A few at a time, while the next few steps run, as on CUDA; 59 steps are no multiple of 7."""
+    prompts, settings, *_ = ends_early
+    wanted = run(model, prompts, ignore_eos=False, **settings)
+    generation = reading_late(
+        model, prompts, steps_per_read, ahead, ignore_eos=False, **settings
+    )
+    deltas = list(generation)
+    result = generation.result()
+    assert tokens_of(result) == tokens_of(wanted)
+    assert [output.text for output in result.outputs] == [output.text for output in wanted.outputs]
+    assert "".join(delta.text for delta in deltas if delta.row == 0) == result.outputs[0].text
+    assert result.statistics.decode_steps == 59
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_next_steps_begin_before_the_tokens_of_the_last_are_waited_for(model, ahead):
+    """In chunks of 3, 3 and 1 steps."""
+    generation = reading_late(model, prompts_of(9), 3, ahead, max_new_tokens=8, **SMALL)
+    engine, calls = generation.engine, []
+    step, read_tokens = engine.step, engine.read_tokens
+
+    def noted_read(count):
+        wait = read_tokens(count)
+        return lambda: calls.append("wait") or wait()
+
+    engine.step = lambda prefix: calls.append("step") or step(prefix)
+    engine.read_tokens = noted_read
+    list(generation)
+    first, *others = "".join(call[0] for call in calls).split("w")  # of the prefill
+    assert first == ""
+    assert others == (["ssssss", "s", "", ""] if ahead else ["sss", "sss", "s", ""])
+
+
+def test_a_text_that_ends_is_left_after_the_steps_begun(model, monkeypatch):
+    """Reading ahead, 4 steps past those in which the end was drawn, which are not counted."""
+    settings = dict(max_new_tokens=60, temperature=1.0, **SMALL)
+    (endless,) = tokens_of(run(model, prompts_of(20), **settings))
+    place = next(i for i in range(9, 60) if endless[i] not in endless[:i])  # token i is step i's
+    monkeypatch.setitem(model.defaults, "eos_token_id", endless[place])
+    monkeypatch.setattr(model.tokenizer, "eos_id", None)
+    generation = reading_late(model, prompts_of(20), 4, True, ignore_eos=False, **settings)
+    list(generation)
+    result = generation.result()
+    assert tokens_of(result) == [endless[:place]]
+    assert result.outputs[0].stop_reason == "eos"
+    n_read = -(-place // 4) * 4
+    assert result.statistics.decode_steps == n_read
+    assert generation.engine.cache.length.item() == 20 + n_read + 4
+
+
 def test_the_demos_text_streams_whole(demo, demo_prompts):
     """Every delta as it comes; the text is that of the tokens."""
     generation = started(demo, demo_prompts[:1], max_new_tokens=15)
