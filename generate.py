@@ -33,7 +33,7 @@ from epikv import (
     SlotCache,
     hash_uniform,
 )
-from model import QUANTISED, Block, Transformer, one_line
+from model import QUANTISED, Block, Transformer, empty_bytes, one_line
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_BUDGET = 4096
@@ -985,7 +985,7 @@ def mark_kept(model: Transformer, output: Output, prompt_length: int) -> str:
 @functools.cache
 def memory_bandwidth(device: torch.device) -> float:
     """Bytes per second at which the device reads its memory: the best of ten sums of 256 MB."""
-    numbers = torch.ones(64 * 2**20, device=device)
+    numbers = empty_bytes(2**28, device).view(torch.float32).fill_(1)
     n_sums = 1 if device.type == "cpu" else 16  # a GPU's is over about as soon as it is launched
     seconds = []
     for _ in range(10):

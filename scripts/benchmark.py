@@ -6,7 +6,8 @@
     python scripts/benchmark.py --policies all   # the step of every policy, baselines included
     python scripts/benchmark.py --parts labels   # label_importance.py, against a fresh prefill
 
-Greedy, the checkpoint's own weights in float32 on a CPU (bfloat16 on CUDA). Times of things that
+Greedy, the checkpoint's own weights in float32 on a CPU (bfloat16 on CUDA), and ours also in the
+`--formats` bfloat16, int8 and int4. Times of things that
 are compared alternate in short rounds of one process, and a ratio is the median over the rounds (of
 policies, the ratio of the sums), so that a busy machine slows both sides.
 
@@ -15,6 +16,7 @@ policies, the ratio of the sums), so that a busy machine slows both sides.
   extra `bench`) are skipped.
 - `processes` gives each contender a process of its own: the peak of its memory while it decodes at
   the last position, and its compilation, without and with a cache on disk.
+- `step` tells, from a profile, what the time of a step goes to; on a CPU.
 
 Prints Markdown, and writes it, JSON and plots.
 """
@@ -33,7 +35,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -46,6 +49,7 @@ from generate import (  # noqa: E402
     Sampling,
     full_budget,
     memory_bandwidth,
+    slot_bytes,
     synchronize,
     weight_bytes,
 )
@@ -67,13 +71,21 @@ STEPS, ROUNDS = INTERVAL, 5  # so that each round of kvpress has one compression
 ROOM = STEPS * (ROUNDS + 2)  # tokens that a contender takes in after its position
 LABEL_TOKENS, ANSWER_TOKENS = 1000, 128  # of the text that is labelled, and of its answers
 TEXT = "A river begins as a trickle in the hills and grows with every stream that joins it. "
-# How much faster ours is to be than the fastest of those with such words in their names, in a short
-# text, where all hold as many tokens as the budget, or at the end of a long one.
+FORMATS = {  # of our weights: options of Transformer.from_pretrained
+    "bfloat16": dict(dtype=torch.bfloat16),
+    "int8": dict(quantize="int8"),
+    "int4": dict(quantize="int4"),
+}
+# How much faster ours, as it is or in the better of some formats, is to be than the fastest of
+# those with such words in their names (or without any, than ours as it is), in a short text, where
+# all hold as many tokens as the budget, or at the end of a long one.
 GOALS = (
-    ("transformers, the faster of generate() and loop", 2.0, "short", ("generate()", "loop")),
-    ("transformers, static cache, compiled", 1.3, "short", ("static",)),
-    ("kvpress, the fastest press", 2.2, "short", ("kvpress",)),
-    ("full cache of ours", 1.5, "long", ("full",)),
+    ("transformers, the faster of generate() and loop", 2.0, "short", ("generate()", "loop"), ()),
+    ("transformers, static cache, compiled", 1.3, "short", ("static",), ()),
+    ("kvpress, the fastest press", 2.2, "short", ("kvpress",), ()),
+    ("full cache of ours", 1.5, "long", ("full",), ()),
+    ("transformers' loop, by bfloat16 or int8", 3.5, "short", ("loop",), ("bfloat16", "int8")),
+    ("ours in float32, by bfloat16 or int8", 1.5, "short", (), ("bfloat16", "int8")),
 )
 
 
@@ -112,6 +124,11 @@ class Decoder:
         self.engine.step(self.engine.prefix(self.length, self.length))
         if self.block and self.length % self.block == 0:
             self.engine.end_block()
+
+    def step_bytes(self, length: int) -> int:
+        held = min(length, self.budget or length)
+        tokens = self.n_rows * held * slot_bytes(self.engine.cache)
+        return weight_bytes(self.engine.model) + tokens
 
     @property
     def kv_bytes(self) -> int:
@@ -158,14 +175,25 @@ def row(seconds: list[float]) -> dict[str, float]:
 
 
 def contender_makers(
-    model: Transformer, peer, policies: dict[str, dict], n_rows: int, budget: int, longest: int
+    models: dict[str, Transformer],
+    peer,
+    policies: dict[str, dict],
+    n_rows: int,
+    budget: int,
+    longest: int,
 ) -> dict[str, Callable]:
-    """What makes each contender, by name, for texts of up to `longest` tokens; ours come first."""
+    """What makes each contender, by name, for texts of up to `longest` tokens; ours come first.
+
+    models: by format, where "" is the checkpoint's own; the others run the first of the policies.
+    """
     configs = {name: EvictionConfig(budget, **options) for name, options in policies.items()}
-    configs["full"] = EvictionConfig(full_budget(longest), "full")
+    first = next(iter(configs))
+    settings = {name: ("", config) for name, config in configs.items()}
+    settings["full"] = ("", EvictionConfig(full_budget(longest), "full"))
+    settings |= {f"{first} {form}": (form, configs[first]) for form in models if form}
     ours = {
-        name: lambda config=config: Decoder(model, config, n_rows)
-        for name, config in configs.items()
+        name: lambda form=form, config=config: Decoder(models[form], config, n_rows)
+        for name, (form, config) in settings.items()
     }
     return ours | peer_contenders(peer, n_rows, budget, longest)
 
@@ -180,46 +208,47 @@ def read_context(model: Transformer, length: int, n_tokens: int) -> Context:
     )
 
 
-def race(contenders: dict, context: Context, position: int) -> dict[str, list[float]]:
-    """Seconds per step of each contender at `position`, over rounds of STEPS tokens."""
+def race(
+    contenders: dict, context: Context, position: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Seconds per step of each contender at `position`, over rounds of STEPS tokens.
+
+    And the bytes per second at which memory was read between the rounds.
+    """
     runs = {}
     for name, contender in contenders.items():
         contender.prepare(context, position)
         parts = iter(context.tokens[position:].split(STEPS))
         runs[name] = lambda contender=contender, parts=parts: contender.run(next(parts))
-    return alternate(runs, ROUNDS)
+    device = context.tokens.device
+    runs[""] = lambda: memory_bandwidth.__wrapped__(device)  # of this moment, not a remembered one
+    seconds = alternate(runs, ROUNDS)
+    return seconds, seconds.pop("")
 
 
-def measure_at(
-    position: int, model: Transformer, contenders: dict, context: Context, n_rows: int
-) -> list[dict]:
+def measure_at(position: int, contenders: dict, context: Context, n_rows: int) -> list[dict]:
     """A record for each contender, ours first, at `position` of the text."""
-    bandwidth = memory_bandwidth.__wrapped__(model.device)  # of this minute, not a remembered one
-    seconds = race(contenders, context, position)
+    seconds, bandwidths = race(contenders, context, position)
     ours, *_ = seconds.values()
-    k, v = context.kv[0]
-    token_bytes = len(context.kv) * (k[0, :, 0].nbytes + v[0, :, 0].nbytes)
     records = []
     for name, times in seconds.items():
         contender, measured = contenders[name], row(times)
-        held = min(position, contender.budget or position)
-        read = weight_bytes(model) + n_rows * held * token_bytes
+        rates = [contender.step_bytes(position) / time for time in times]
         measured["tokens_per_second"] *= n_rows
-        measured["bandwidth_share"] = read / statistics.median(times) / bandwidth
+        measured["bandwidth_share"] = ratio(rates, bandwidths)
         measured |= {"kv_bytes": contender.kv_bytes, "speed_of_ours": ratio(times, ours)}
+        measured |= {"seconds": times, "bandwidths": bandwidths}
         records.append({"contender": name, "position": position} | measured)
     return records
 
 
-def compare_peers(
-    model: Transformer, makers: dict, context: Context, positions: list[int], n_rows: int
-) -> list[dict]:
+def compare_peers(makers: dict, context: Context, positions: list[int], n_rows: int) -> list[dict]:
     """The records of all contenders at all `positions`."""
     contenders = {name: make() for name, make in makers.items()}
     records = []
     for position in positions:
         print(f"batch {n_rows}, position {position:,}", file=sys.stderr)
-        records += measure_at(position, model, contenders, context, n_rows)
+        records += measure_at(position, contenders, context, n_rows)
     return records
 
 
@@ -242,15 +271,20 @@ def peers_table(records: list[dict]) -> dict[str, dict]:
 def goals_table(records: dict[str, list[dict]]) -> dict[str, dict]:
     """What was to be reached, and what was, against the fastest of each goal's contenders."""
     rows = {}
-    for name, goal, text, words in GOALS:
+    for name, goal, text, words, formats in GOALS:
         last = records[text][-1]["position"]
+        seconds = {r["contender"]: r["seconds"] for r in records[text] if r["position"] == last}
+        first = next(iter(seconds))
+        ours = [f"{first} {form}" for form in formats] if formats else [first]
+        theirs = [other for other in seconds if any(word in other for word in words)]
+        theirs = theirs if words else [first]
         reached = [
-            record["speed_of_ours"]
-            for record in records[text]
-            if record["position"] == last and any(word in record["contender"] for word in words)
+            min(ratio(seconds[other], seconds[mine]) for other in theirs)
+            for mine in ours
+            if mine in seconds and theirs
         ]
         if reached:
-            rows[name] = {"at token": last, "goal": goal, "reached": min(reached)}
+            rows[name] = {"at token": last, "goal": goal, "reached": max(reached)}
     return rows
 
 
@@ -286,11 +320,12 @@ def measure_alone(
     config = ModelConfig.from_hf(read_json(checkpoint / "config.json"))
     device = find_device(None)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    ours = name in (*policies, "full")
-    model = Transformer.from_pretrained(checkpoint) if ours else None
+    form = "".join(form for form in FORMATS if name.endswith(f" {form}"))
+    ours = form or name in (*policies, "full")
+    models = {form: load_model(checkpoint, form)} if ours else {}
     peer = None if ours else load_peer(checkpoint, dtype, device)
     longest = full_budget(position + ROOM)
-    contender = contender_makers(model, peer, policies, n_rows, budget, longest)[name]()
+    contender = contender_makers(models, peer, policies, n_rows, budget, longest)[name]()
     if contender.budget:  # which is full by then, and the same ever after
         position = min(position, 2 * contender.budget)
     zeros = torch.zeros((), dtype=dtype, device=device)
@@ -457,6 +492,63 @@ def make_prompt(model: Transformer, n_tokens: int) -> list[int]:
     return (tokens * (n_tokens // len(tokens) + 1))[:n_tokens]
 
 
+# Of one step ------------------------------------------------------------------------------------
+
+# What a step spends time on, by words in the names of the profiler's events; the first that fits.
+PARTS_OF_A_STEP = {
+    "attention": ("scaled_dot_product",),
+    "head, sampling, scores": ("argmax",),
+    "slot to overwrite": ("argmin",),
+    "output projection, MLP": ("silu",),
+    "QKV projection, RoPE, write": ("index_put",),
+    "guards of compiled code": ("Cache Lookup",),
+    "calls of compiled code": ("CompiledFxGraph", "Compiled Region", "Prologue", "bytecode"),
+    "other operators": ("",),
+}
+
+
+def profile_step(model: Transformer, budget: int) -> dict[str, dict]:
+    """A row for each part of a saturated step of `epikv`, and for all of it by the clock."""
+    torch._dynamo.reset()  # what was compiled without names for its kernels
+    tokens = torch.tensor(make_prompt(model, budget + ROOM), device=model.device)
+    with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}):
+        decoder = Decoder(model, EvictionConfig(budget))
+        decoder.prepare(Context(tokens, []), budget)
+        decoder.run(tokens[:STEPS])
+        seconds = [decoder.run(tokens[:STEPS]) for _ in range(ROUNDS)]
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            decoder.run(tokens[:STEPS])
+    read = {
+        "attention": [budget * slot_bytes(decoder.engine.cache)],
+        "head, sampling, scores": [weight_bytes(model) - n_bytes(*model.blocks)],
+        "output projection, MLP": [n_bytes(b.out, b.gate_up, b.down) for b in model.blocks],
+        "QKV projection, RoPE, write": [n_bytes(b.qkv) for b in model.blocks],
+    }
+    milliseconds, calls = dict.fromkeys(PARTS_OF_A_STEP, 0.0), dict.fromkeys(PARTS_OF_A_STEP, 0.0)
+    for event in profiler.key_averages():
+        part = part_of_a_step(event.key)
+        milliseconds[part] += event.self_cpu_time_total / 1e3 / STEPS
+        calls[part] += event.count / STEPS
+    rows = {
+        part: {"ms": ms, "share": f"{ms / sum(milliseconds.values()):.0%}", "events": calls[part]}
+        | ({"GB/s": sum(read[part]) / ms / 1e6} if part in read and ms else {})
+        for part, ms in milliseconds.items()
+    }
+    rows["all, under the profiler"] = {"ms": sum(milliseconds.values())}
+    rows["all, by the clock"] = {"ms": 1e3 * statistics.median(seconds)}
+    return rows
+
+
+def part_of_a_step(event: str) -> str:
+    return next(
+        part for part, words in PARTS_OF_A_STEP.items() if any(word in event for word in words)
+    )
+
+
+def n_bytes(*modules: nn.Module) -> int:
+    return sum(weight.nbytes for module in modules for weight in module.parameters())
+
+
 # Reporting --------------------------------------------------------------------------------------
 
 
@@ -509,8 +601,9 @@ def describe(model: Transformer) -> dict:
     }
 
 
-def report_peers(report: Report, model: Transformer, peer, args: argparse.Namespace) -> None:
+def report_peers(report: Report, models: dict, peer, args: argparse.Namespace) -> None:
     """In a short text, as long as the budget, and in a long one, for each batch and budget."""
+    model = models[""]
     policies = policy_settings(args.policies, model.config.n_layers, model.config.n_kv_heads)
     last = max(args.positions)
     context = read_context(model, max(last, *args.budgets), max(last, *args.budgets) + ROOM)
@@ -522,8 +615,8 @@ def report_peers(report: Report, model: Transformer, peer, args: argparse.Namesp
         }
         records = {}
         for text, (longest, positions) in texts.items():
-            makers = contender_makers(model, peer, policies, n_rows, budget, longest)
-            records[text] = compare_peers(model, makers, context, positions, n_rows)
+            makers = contender_makers(models, peer, policies, n_rows, budget, longest)
+            records[text] = compare_peers(makers, context, positions, n_rows)
             report.add(f"a {text} text, {where}", peers_table(records[text]), records[text])
         report.add(f"goals, {where}", goals_table(records))
         name = f"{args.output.stem}-batch{n_rows}-budget{budget}.png"
@@ -531,16 +624,27 @@ def report_peers(report: Report, model: Transformer, peer, args: argparse.Namesp
         plot_peers(args.output.with_name(name), title, records["long"])
 
 
-def report_processes(report: Report, model: Transformer, peer, args: argparse.Namespace) -> None:
-    policies = policy_settings(args.policies, model.config.n_layers, model.config.n_kv_heads)
+def report_processes(report: Report, models: dict, peer, args: argparse.Namespace) -> None:
+    config = models[""].config
+    policies = policy_settings(args.policies, config.n_layers, config.n_kv_heads)
     for n_rows, budget in product(args.batches, args.budgets):
-        names = list(contender_makers(model, peer, policies, n_rows, budget, budget))
+        names = list(contender_makers(models, peer, policies, n_rows, budget, budget))
         what = (args.checkpoint, policies, n_rows, budget, max(args.positions))
         title = f"processes, batch {n_rows}, budget {budget:,}"
         report.add(title, measure_processes(names, *what))
 
 
-def report_policies(report: Report, model: Transformer, peer, args: argparse.Namespace) -> None:
+def report_step(report: Report, models: dict, peer, args: argparse.Namespace) -> None:
+    for budget in args.budgets:
+        for form, model in models.items():
+            title = f"what a step spends, {form or model.dtype}, budget {budget:,}".replace(
+                "torch.", ""
+            )
+            report.add(title, profile_step(model, budget))
+
+
+def report_policies(report: Report, models: dict, peer, args: argparse.Namespace) -> None:
+    model = models[""]
     policies = policy_settings(args.policies, model.config.n_layers, model.config.n_kv_heads)
     for budget in args.budgets:
         report.add(f"policies, budget {budget:,}", compare_policies(model, budget, policies))
@@ -557,6 +661,16 @@ def numbers(text: str) -> list[int]:
     return found
 
 
+def formats(text: str) -> list[str]:
+    """Names of FORMATS, from "bfloat16,int8"."""
+    found = text.split(",")
+    for form in found:
+        if form not in FORMATS:
+            known = ", ".join(FORMATS)
+            raise argparse.ArgumentTypeError(f"unknown format {form!r}; known: {known}")
+    return found
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
@@ -564,9 +678,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--checkpoint", type=Path, default=demo, help="local folder (default: the demo model)")
     add("--batches", type=numbers, default=[1], help="rows of peers and processes (default: 1)")
     add("--budgets", type=numbers, default=[512], help="slots (default: 512)")
-    places = "1000,4000,8000"
+    places = "1000,4000,8080"  # and up to 8,192
     add("--positions", type=numbers, default=numbers(places), help=f"of a text (default: {places})")
-    add("--parts", help="of peers,processes (the default),policies,labels")
+    add("--formats", type=formats, default=[], help=f"of ours beside: {','.join(FORMATS)}")
+    add("--parts", help="of peers,processes (the default),policies,labels,step")
     add("--policies", help="all, or names with commas (default: epikv); alone: the part policies")
     add("--output", type=Path, default=Path("benchmark.json"), help="default: benchmark.json")
     args = parser.parse_args()
@@ -585,32 +700,48 @@ def check(args: argparse.Namespace) -> None:
     for part in args.parts:
         if part not in PARTS:
             raise ValueError(f"unknown part {part!r}; known: {', '.join(PARTS)}")
-    if args.output.suffix != ".json" or not args.output.parent.is_dir():
+    if args.output.suffix != ".json" or args.output.is_dir() or not args.output.parent.is_dir():
         raise ValueError(f"output must be a .json file in a folder, got {args.output}")
     for options in policy_settings(args.policies).values():
         for budget in args.budgets:
             EvictionConfig(budget, **options)
 
 
+def check_positions(args: argparse.Namespace, config: ModelConfig) -> None:
+    """Raises ValueError for a text longer than the model's context."""
+    longest = max(*args.positions, *args.budgets) + ROOM
+    if longest > config.max_positions:
+        most = config.max_positions - ROOM
+        raise ValueError(f"positions and budgets of this model may be at most {most:,}")
+
+
+def load_model(checkpoint: Path, form: str) -> Transformer:
+    """The checkpoint in one of FORMATS, or "" as it is."""
+    return Transformer.from_pretrained(checkpoint, **FORMATS.get(form, {}))
+
+
 def main() -> None:
     args = parse_arguments()
     try:
-        model = Transformer.from_pretrained(args.checkpoint)
+        models = {form: load_model(args.checkpoint, form) for form in ["", *args.formats]}
+        check_positions(args, models[""].config)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    model = models[""]
     report = Report(args.output)
     report.add(args.checkpoint.name, {"this machine": describe(model)})
     needs_peer = {"peers", "processes"} & set(args.parts)
     peer = load_peer(args.checkpoint, model.dtype, model.device) if needs_peer else None
     for part in args.parts:
-        PARTS[part](report, model, peer, args)
+        PARTS[part](report, models, peer, args)
 
 
 PARTS = {
     "peers": report_peers,
     "processes": report_processes,
     "policies": report_policies,
-    "labels": lambda report, model, *_: report.add("labels", compare_labels(model)),
+    "labels": lambda report, models, *_: report.add("labels", compare_labels(models[""])),
+    "step": report_step,
 }
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ A contender of `benchmark.py` is any object with
 
     prepare(context, length)   take in the first `length` tokens of a text; not timed
     run(tokens)                feed `tokens` [n] to every row; seconds per step
+    step_bytes(length)         bytes of weights, keys and values that a step reads by then
     budget, kv_bytes, compile_seconds   tokens held at most or None, bytes allocated, time so spent
 
 All are fed the given tokens, whatever they predict, so that none has a shorter or an easier text.
@@ -106,6 +107,16 @@ class Loop:
     def step(self, token: Tensor) -> None:
         logits = self.peer(token, **{self.cache_name: self.cache}).logits
         logits[:, -1].argmax(-1)  # that it is not fed saves nothing
+
+    def step_bytes(self, length: int) -> int:
+        weights = sum(weight.nbytes for weight in self.peer.parameters())
+        if self.peer.lm_head.weight is not self.peer.model.embed_tokens.weight:
+            weights -= self.peer.model.embed_tokens.weight.nbytes  # it is only looked up
+        held = min(length, self.budget or length)
+        layers = self.cache.layers
+        return weights + sum(
+            2 * self.n_rows * held * layer.keys[0, :, 0].nbytes for layer in layers
+        )
 
     @property
     def kv_bytes(self) -> int:

@@ -229,69 +229,140 @@ def test_without_transformers_ours_run_alone(monkeypatch, capsys, folder, model)
     peer = peers.load_peer(folder, torch.float32, torch.device("cpu"))
     assert "skipped transformers and kvpress: " in capsys.readouterr().err
     policies = {"epikv": dict(policy="epikv")}
-    assert list(benchmark.contender_makers(model, peer, policies, 1, 16, 64)) == ["epikv", "full"]
+    makers = benchmark.contender_makers({"": model, "int8": model}, peer, policies, 1, 16, 64)
+    assert list(makers) == ["epikv", "full", "epikv int8"]
 
 
 # 5. What is reckoned -----------------------------------------------------------------------------
 
 
 class Timed:
-    """A contender of 10 slots at most that takes `seconds` a step."""
+    """A contender that takes so many `seconds` a step, and then reads so many bytes."""
 
     compile_seconds, kv_bytes = 0.0, 123
 
-    def __init__(self, seconds, budget):
-        self.seconds, self.budget = seconds, budget
+    def __init__(self, n_bytes, *seconds):
+        self.n_bytes, self.seconds = n_bytes, [*seconds]
 
     def prepare(self, context, length):
-        pass
+        assert length == 40
 
     def run(self, tokens):
-        return self.seconds
+        return self.seconds.pop(0)
+
+    def step_bytes(self, length):
+        return self.n_bytes * length
 
 
-def test_the_share_of_the_bandwidth(monkeypatch):
-    """Weights of 1,000 bytes, and 64 bytes a token: 2 layers, k and v, 2 heads, 2 numbers."""
-    probe = types.SimpleNamespace(__wrapped__=lambda device: 1e6)
+def test_the_share_of_the_bandwidth_is_that_of_each_round(monkeypatch):
+    """Of a machine that becomes slower: 4,000 bytes in 10 ms, at 800, 400 and 200 kB/s."""
+    rates = iter([1e9, 8e5, 4e5, 2e5])
+    probe = types.SimpleNamespace(__wrapped__=lambda device: next(rates))
     monkeypatch.setattr(benchmark, "memory_bandwidth", probe)
-    monkeypatch.setattr(benchmark, "weight_bytes", lambda model: 1000)
-    zeros = torch.zeros(1, 2, 40, 2)
-    context = Context(torch.zeros(400, dtype=torch.int64), [(zeros, zeros)] * 2)
-    contenders = {"ours": Timed(0.01, 10), "theirs": Timed(0.02, None)}
-    model = types.SimpleNamespace(device=torch.device("cpu"))
-    ours, theirs = benchmark.measure_at(40, model, contenders, context, 3)
-    assert ours["bandwidth_share"] == pytest.approx((1000 + 3 * 10 * 64) / 0.01 / 1e6)
-    assert theirs["bandwidth_share"] == pytest.approx((1000 + 3 * 40 * 64) / 0.02 / 1e6)
-    assert (ours["tokens_per_second"], theirs["tokens_per_second"]) == (300, 150)
-    assert (ours["speed_of_ours"], theirs["speed_of_ours"]) == (1, 2)
+    monkeypatch.setattr(benchmark, "ROUNDS", 3)
+    context = Context(torch.zeros(400, dtype=torch.int64), [])
+    theirs = Timed(100, 9, 0.02, 0.04, 0.04)
+    contenders = {"ours": Timed(100, 9, 0.01, 0.01, 0.01), "theirs": theirs}
+    ours, theirs = benchmark.measure_at(40, contenders, context, 3)
+    assert ours["bandwidth_share"] == pytest.approx(1.0)  # of 0.5, 1.0 and 2.0
+    assert theirs["bandwidth_share"] == pytest.approx(0.25)  # of 0.25, 0.25 and 0.5
+    assert (ours["tokens_per_second"], theirs["tokens_per_second"]) == (300, 75)
+    assert (ours["speed_of_ours"], theirs["speed_of_ours"]) == (1, 4)
     assert (theirs["contender"], theirs["position"], theirs["kv_bytes"]) == ("theirs", 40, 123)
+    assert theirs["seconds"] == [0.02, 0.04, 0.04]
 
 
-def record(contender, position, speed, ms=1.0):
+@pytest.mark.parametrize("policy", ["full", "epikv"])
+def test_the_bytes_of_our_step(eager, model, context, policy):
+    """Weights, and 3 layers' keys and values of 2 heads and 12 numbers for each token held."""
+    decoder = benchmark.Decoder(model, EvictionConfig(64, policy), 2)
+    tokens = 3 * 2 * 2 * 12 * 4
+    weights = sum(w.nbytes for w in model.parameters()) - model.embedding.nbytes
+    assert model.head is not None
+    held = {"full": (40, 100), "epikv": (40, 64)}[policy]
+    found = [decoder.step_bytes(length) for length in (40, 100)]
+    assert found == [weights + 2 * n * tokens for n in held]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bytes_of_a_peers_step(tmp_path, context, tied):
+    """As ours; an embedding that is also the head is read."""
+    folder = tiny.make_checkpoint(tmp_path, tie_word_embeddings=tied)
+    peer = peers.load_peer(folder, torch.float32, torch.device("cpu"))
+    contender = peers.Loop(peer, 2)
+    contender.prepare(context, LENGTH)
+    ours = Transformer.from_pretrained(folder, device="cpu")
+    decoder = benchmark.Decoder(ours, EvictionConfig(64, "full"), 2)
+    assert contender.step_bytes(LENGTH) == decoder.step_bytes(LENGTH)
+
+
+def record(contender, position, ms=1.0, seconds=None):
     return {
         "contender": contender,
         "position": position,
-        "speed_of_ours": speed,
+        "speed_of_ours": 4.0,
         "ms_per_step": ms,
         "ms_quartiles": [ms - 0.5, ms + 0.5],
         "tokens_per_second": 1000 / ms,
         "kv_bytes": 2_500_000,
         "bandwidth_share": 0.5,
+        "seconds": seconds or [ms, ms],
     }
 
 
 def test_goals_are_against_the_fastest():
-    short = [record("transformers generate()", 512, 3.0), record("kvpress LagKV", 512, 2.5)]
-    short += [record("transformers forward loop", 512, 2.25), record("kvpress Knorm", 512, 2.0)]
-    long = [record("full", 1000, 1.25), record("full", 8000, 4.0), record("kvpress Knorm", 8000, 1)]
+    """A ratio is the median over rounds; of formats the better counts, and int4 is none of them."""
+    short = [record("epikv", 512, 2.0), record("full", 512), record("epikv int4", 512, 0.1)]
+    short += [record("epikv bfloat16", 512, 1.0), record("epikv int8", 512, 0.5)]
+    short += [record("transformers generate()", 512, 7.0), record("kvpress LagKV", 512, 6.0)]
+    short += [record("transformers forward loop", 512, 5.0), record("kvpress Knorm", 512, 5.5)]
+    long = [record("epikv", 1000), record("full", 1000, 9.0)]
+    long += [record("epikv", 8000, seconds=[1.0, 2.0, 4.0]), record("kvpress Knorm", 8000, 0.1)]
+    long += [record("full", 8000, seconds=[3.0, 4.0, 16.0])]
     rows = benchmark.goals_table({"short": short, "long": long})
     found = [(row["at token"], row["goal"], row["reached"]) for row in rows.values()]
-    assert found == [(512, 2.0, 2.25), (512, 2.2, 2.0), (8000, 1.5, 4.0)]
+    assert found == [
+        (512, 2.0, 2.5),
+        (512, 2.2, 2.75),
+        (8000, 1.5, 3.0),
+        (512, 3.5, 10.0),
+        (512, 1.5, 4.0),
+    ]
     assert not any("static" in name for name in rows)  # which was not there
 
 
+def test_every_event_of_a_step_has_a_part():
+    names = {
+        "graph_1_cpp_fused_add_as_strided_mean_mul_silu_split_sum_1": "output projection, MLP",
+        "graph_1_cpp_fused_index_put_mean_mul_rsqrt_sum_0": "QKV projection, RoPE, write",
+        "graph_2_cpp_fused_add_arange_argmax_cat_linalg_vector_norm": "head, sampling, scores",
+        "graph_0_cpp_fused_amin_argmin_bitwise_and_eq": "slot to overwrite",
+        "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
+        "TorchDynamo Cache Lookup": "guards of compiled code",
+        "Torch-Compiled Region: 1/0": "calls of compiled code",
+        "## Call CompiledFxGraph abc ##": "calls of compiled code",
+        "aten::cos": "other operators",
+    }
+    assert {name: benchmark.part_of_a_step(name) for name in names} == names
+
+
+def test_a_step_in_parts(model):
+    """Compiled, as it is for users: all parts but the rest are found, and their bytes."""
+    rows = benchmark.profile_step(model, 48)
+    parts = {name: row for name, row in rows.items() if name in benchmark.PARTS_OF_A_STEP}
+    assert all(row["ms"] > 0 for row in parts.values())
+    total = rows["all, under the profiler"]["ms"]
+    assert sum(row["ms"] for row in parts.values()) == pytest.approx(total)
+    assert parts["attention"]["events"] == 3  # one in each layer
+    kv = 3 * 2 * 2 * 12 * 4 * 48
+    assert parts["attention"]["GB/s"] == pytest.approx(kv / parts["attention"]["ms"] / 1e6)
+    weights = sum(b.qkv.weight.nbytes for b in model.blocks)
+    qkv = parts["QKV projection, RoPE, write"]
+    assert qkv["GB/s"] == pytest.approx(weights / qkv["ms"] / 1e6, rel=0.05)  # and biases
+
+
 def test_the_table_has_the_steps_of_all_positions_and_the_rest_of_the_last():
-    rows = benchmark.peers_table([record("full", 1000, 1.25, 2.0), record("full", 8000, 4.0, 5.0)])
+    rows = benchmark.peers_table([record("full", 1000, 2.0), record("full", 8000, 5.0)])
     assert rows == {
         "full": {
             "ms at 1,000": "2.0 (1.5 to 2.5)",
@@ -326,7 +397,7 @@ def test_what_compiles_runs_twice_in_a_process_of_its_own(monkeypatch):
     assert len({rest for _, rest in calls}) == 1
 
 
-@pytest.mark.parametrize("name", ["epikv", "full", NAMES[1]])
+@pytest.mark.parametrize("name", ["epikv", "full", "epikv int8", NAMES[1]])
 def test_a_contender_alone(eager, monkeypatch, folder, name, registered, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "restored")
     policies = {"epikv": dict(policy="epikv")}
@@ -345,6 +416,7 @@ def test_the_whole_comparison(eager, monkeypatch, folder, tmp_path, capsys, regi
     output = tmp_path / "result.json"
     command = ["benchmark.py", "--checkpoint", folder, "--parts", "peers", "--batches", "1,2"]
     command += ["--budgets", "32", "--positions", "40,60", "--output", output]
+    command += ["--formats", "bfloat16,int8"]
     monkeypatch.setattr(sys, "argv", [*map(str, command)])
     benchmark.main()
     result = json.loads(output.read_text(encoding="utf-8"))
@@ -353,8 +425,9 @@ def test_the_whole_comparison(eager, monkeypatch, folder, tmp_path, capsys, regi
         for text, positions in (("short", [32]), ("long", [40, 60])):
             records = result[f"a {text} text, {where}"]
             found = [(record["position"], record["contender"]) for record in records]
-            assert found == [(p, name) for p in positions for name in ("epikv", "full", loop)]
-        assert len(result[f"goals, {where}"]) == 2
+            names = ("epikv", "full", "epikv bfloat16", "epikv int8", loop)
+            assert found == [(p, name) for p in positions for name in names]
+        assert len(result[f"goals, {where}"]) == 4
         assert (tmp_path / f"result-batch{batch}-budget32.png").stat().st_size > 0
     assert capsys.readouterr().out.count("| transformers forward loop |") == 4
 
@@ -376,6 +449,7 @@ def test_numbers_ascend():
         (("--output", "/nowhere/benchmark.json"), "output must be a .json file in a folder"),
         (("--budgets", "3"), "budget 3 is smaller than"),
         (("--parts", "peers,speed"), "unknown part 'speed'; known: peers, processes"),
+        (("--formats", "int8,int3"), "unknown format 'int3'; known: bfloat16, int8, int4"),
     ],
 )
 def test_bad_arguments_are_told_before_the_model_is_loaded(

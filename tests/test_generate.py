@@ -1137,9 +1137,7 @@ def test_tokens_read_late_are_the_same(model, ends_early, steps_per_read, ahead)
     """A few at a time, while the next few steps run, as on CUDA; 59 steps are no multiple of 7."""
     prompts, settings, *_ = ends_early
     wanted = run(model, prompts, ignore_eos=False, **settings)
-    generation = reading_late(
-        model, prompts, steps_per_read, ahead, ignore_eos=False, **settings
-    )
+    generation = reading_late(model, prompts, steps_per_read, ahead, ignore_eos=False, **settings)
     deltas = list(generation)
     result = generation.result()
     assert tokens_of(result) == tokens_of(wanted)

@@ -4,7 +4,9 @@ import dataclasses
 import errno
 import json
 import math
+import mmap
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -1337,3 +1339,37 @@ def test_a_broken_last_character_comes_at_the_end(text_tokenizer):
 def test_a_stream_of_nothing_is_empty(text_tokenizer):
     stream = text_tokenizer.stream()
     assert stream.add([]) + stream.end() == ""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a file of Linux is read")
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_the_weights_stand_in_one_stretch_of_memory_in_huge_pages(tmp_path, quantize):
+    """Aligned, none over another; the kernel notes what was asked of it as the flag hg."""
+    folder = tiny.make_checkpoint(tmp_path)
+    model = Transformer.from_pretrained(folder, device="cpu", quantize=quantize)
+    weights = sorted(model.parameters(), key=lambda weight: weight.data_ptr())
+    assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    assert all(weight.data_ptr() % 64 == 0 for weight in weights)
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
+    starts = [weight.data_ptr() for weight in weights[1:]]
+    gaps = [start - end for end, start in zip(ends[:-1], starts, strict=True)]
+    assert all(0 <= gap < 64 for gap in gaps)
+    region = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            low, high = (int(number, 16) for number in line.split()[0].split("-"))
+            region = "ours" if low <= weights[0].data_ptr() < high else ""
+        elif region and line.startswith("VmFlags:"):
+            assert "hg" in line.split()
+            break
+    else:
+        raise AssertionError("the weights are in no region")
+
+
+def test_memory_of_a_system_without_huge_pages(tmp_path, monkeypatch):
+    folder = tiny.make_checkpoint(tmp_path)
+    wanted = Transformer.from_pretrained(folder, device="cpu").state_dict()
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    found = Transformer.from_pretrained(folder, device="cpu").state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

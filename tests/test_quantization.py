@@ -24,7 +24,7 @@ import model as model_file
 import quantization
 from epikv import EvictionConfig
 from generate import Engine, Generation, Sampling, generate, weight_bytes
-from model import CheckpointError, Int4, Int8, Transformer
+from model import FUSED_ROWS, CheckpointError, Int4, Int8, Transformer
 from replay import Replay
 
 # The inputs of every weight are a multiple of a group of int4.
@@ -119,17 +119,31 @@ def test_products_equal_those_of_the_dequantised_weight(name, dtype):
     generator = torch.Generator().manual_seed(1)
     weight, bias = torch.randn(2, 40, 128, generator=generator)
     held, bias = quantised(name, weight), bias[:, 0].to(dtype)
-    rows = torch.randn(3, 1, 128, generator=generator).to(dtype)
+    rows = torch.randn(FUSED_ROWS + 1, 1, 128, generator=generator).to(dtype)
     compiled = torch.compile(model_file.linear, fullgraph=True, dynamic=False)
     exact = held.dequantised(torch.float64)
     tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5
-    for x in (rows[:1], rows):
+    for x in (rows[:1], rows[:3], rows[:-1].transpose(0, 1), rows):
         expected = x.double() @ exact.T + bias.double()
         for linear in (model_file.linear, compiled):
             with torch._dynamo.config.patch(recompile_limit=64):
                 y = linear(x, held, bias)
             assert y.dtype == dtype and y.shape == expected.shape
             torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=8 * tolerance)
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, FUSED_ROWS, FUSED_ROWS + 1])
+def test_products_with_a_weight_as_it_is(n_rows):
+    """Compiled, and the rows of a batch have the bits that each has alone."""
+    generator = torch.Generator().manual_seed(1)
+    weight, rows = torch.randn(40, 128, generator=generator), torch.randn(n_rows, 1, 128)
+    compiled = torch.compile(model_file.linear, fullgraph=True, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        y = compiled(rows, weight)
+        alone = torch.cat([compiled(row[None], weight) for row in rows])
+    torch.testing.assert_close(y.double(), rows.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+    if n_rows <= FUSED_ROWS:
+        assert torch.equal(y, alone)
 
 
 # Whole models ----------------------------------------------------------------------------------
