@@ -496,7 +496,7 @@ def make_prompt(model: Transformer, n_tokens: int) -> list[int]:
 
 # What a step spends time on, by words in the names of the profiler's events; the first that fits.
 PARTS_OF_A_STEP = {
-    "attention": ("scaled_dot_product",),
+    "attention": ("aten::_scaled_dot_product",),
     "head, sampling, scores": ("argmax",),
     "slot to overwrite": ("argmin",),
     "output projection, MLP": ("silu",),
