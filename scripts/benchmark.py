@@ -65,6 +65,7 @@ from memory import peak_bytes  # noqa: E402
 from model import ModelConfig, Transformer, find_device, one_line, read_json  # noqa: E402
 from peers import INTERVAL, Context, load_peer, peer_contenders  # noqa: E402
 from plots import line_plot  # noqa: E402
+from records import check_output  # noqa: E402
 from tables import markdown  # noqa: E402
 
 STEPS, ROUNDS = INTERVAL, 5  # so that each round of kvpress has one compression
@@ -700,8 +701,7 @@ def check(args: argparse.Namespace) -> None:
     for part in args.parts:
         if part not in PARTS:
             raise ValueError(f"unknown part {part!r}; known: {', '.join(PARTS)}")
-    if args.output.suffix != ".json" or args.output.is_dir() or not args.output.parent.is_dir():
-        raise ValueError(f"output must be a .json file in a folder, got {args.output}")
+    check_output(args.output, ".json")
     for options in policy_settings(args.policies).values():
         for budget in args.budgets:
             EvictionConfig(budget, **options)

@@ -51,7 +51,7 @@ from generate import ArgumentParser, full_budget  # noqa: E402
 from label_importance import OUTCOMES, SharedPrefix, head_effects, read_chunks  # noqa: E402
 from model import Transformer  # noqa: E402
 from plots import line_plot, need_matplotlib  # noqa: E402
-from records import read_lines, read_records, told_in_one_line  # noqa: E402
+from records import check_output, read_lines, read_records, told_in_one_line  # noqa: E402
 from replay import Trace, add_model, check_numbers, describe, load_model  # noqa: E402
 from tables import t_interval  # noqa: E402
 
@@ -544,6 +544,9 @@ def main() -> None:
     with told_in_one_line(parser):
         need_matplotlib()
         check_numbers(args, "window", "budget")
+        check_output(args.output, ".json")
+        if args.held_out is not None:
+            check_output(args.held_out, ".jsonl")
         records = read_records(args.traces, dict.fromkeys(("id", "prompt", "trace"), str))
         labels: dict[str, dict[int, list]] = {}
         for record in read_lines(args.labels, "records"):

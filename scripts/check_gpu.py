@@ -58,6 +58,7 @@ from model import (  # noqa: E402
     attend_to_slots,
     one_line,
 )
+from records import check_output, told_in_one_line  # noqa: E402
 from tables import markdown  # noqa: E402
 
 SECONDS = 440  # for all parts together
@@ -782,8 +783,8 @@ def main() -> None:
     args = parser.parse_args()
     if not args.tiny and not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here; --tiny runs on a CPU")
-    if not args.output.parent.is_dir():
-        parser.error(f"no such folder: {args.output.parent}")
+    with told_in_one_line(parser):
+        check_output(args.output, ".json")
     deadline, result = time.monotonic() + SECONDS, {}
     for part, (_, seconds) in PARTS.items():
         left = deadline - time.monotonic()

@@ -47,6 +47,7 @@ from epikv import EvictionConfig, LayerCache  # noqa: E402
 from generate import DTYPES, ArgumentParser, Engine, Sampling  # noqa: E402
 from model import ModelConfig, Transformer, attention_weights, one_line, read_json  # noqa: E402
 from plots import line_plot, need_matplotlib  # noqa: E402
+from records import check_output  # noqa: E402
 from tables import markdown  # noqa: E402
 
 CONTENDERS = ("full", "epikv", "attention")
@@ -282,10 +283,7 @@ def check(args: argparse.Namespace) -> None:
     need_matplotlib()
     if args.device == "cuda" and args.dtype == "float32":
         raise ValueError("flash attention on cuda takes no float32: choose another dtype")
-    if not args.output.parent.is_dir():
-        raise ValueError(f"no such folder: {args.output.parent}")
-    if args.output.is_dir() or args.output.suffix != ".json":
-        raise ValueError(f"output must be a .json file, got {args.output}")
+    check_output(args.output, ".json")
     try:
         lengths = sorted({int(length) for length in args.lengths.split(",")})
     except ValueError:

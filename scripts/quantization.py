@@ -25,7 +25,7 @@ from epikv import EvictionConfig  # noqa: E402
 from fidelity import cell, compare, cut, longest, tokenize_trace  # noqa: E402
 from generate import ArgumentParser, slot_bytes, weight_bytes  # noqa: E402
 from model import Transformer  # noqa: E402
-from records import read_records, told_in_one_line  # noqa: E402
+from records import check_output, read_records, told_in_one_line  # noqa: E402
 from replay import CHUNK, Replay, Setting, Trace, check_numbers  # noqa: E402
 from tables import markdown  # noqa: E402
 
@@ -97,6 +97,7 @@ def main() -> None:
     args = parser.parse_args()
     with told_in_one_line(parser):
         check_numbers(args, "tokens", "limit", "batch_size")
+        check_output(args.output, ".md")
         records = read_records(args.traces, dict.fromkeys(("id", "prompt", "trace"), str))
         models = {
             v: Transformer.from_pretrained(args.checkpoint, args.device, v.dtype, v.quantize)

@@ -160,6 +160,14 @@ def wait_for_others(is_complete: Callable[[], bool]) -> None:
         time.sleep(POLL_SECONDS)
 
 
+def check_output(file: Path, suffix: str) -> None:
+    """Raises ValueError, before there is any work to lose, for a file that cannot be written."""
+    if not file.parent.is_dir():
+        raise ValueError(f"no such folder: {file.parent}")
+    if file.is_dir() or file.suffix != suffix:
+        raise ValueError(f"output must be a {suffix} file, got {file}")
+
+
 @contextmanager
 def told_in_one_line(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Errors of users and of the machine end the program with a line, Ctrl-C without a word."""

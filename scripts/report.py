@@ -422,11 +422,32 @@ def variants_table(source: Path) -> str:
 # Speed -----------------------------------------------------------------------------------------
 
 
+SPEED = {  # the files of benchmark.py and quantization.py, in order
+    "peers": "Against transformers and kvpress",
+    "peers-batch4": "Likewise, batch 4",
+    "peers-batch16": "Likewise, batch 16",
+    "peers-budgets": "Likewise, other budgets",
+    "processes": "Peak memory and compilation, each in a process of its own",
+    "step": "What a step spends",
+    "policies": "Policies",
+    "labels": "Labels of token importance",
+    "quantization": "What fewer bits cost",
+}
+
+
 def speed_section(folder: Path, page: Path) -> str:
-    """The tables of `benchmark.py` and `quantization.py` as they were printed, and the plots."""
-    tables = [file.read_text(encoding="utf-8").strip() for file in sorted(folder.glob("*.md"))]
-    plots = [f"![Milliseconds a step]({relative(file, page)})" for file in folder.glob("*.png")]
-    return "\n\n".join([*tables, *sorted(plots)])
+    """The tables as they were printed, and the plots."""
+    parts = [
+        "Of what is compared, short runs alternate in one process. Times are medians with"
+        " quartiles, ratios medians over the rounds. The share of the bandwidth is what a step reads"
+        " of weights, keys and values in its time, over what a plain sum read in the same round."
+    ]
+    for name, title in SPEED.items():
+        if (file := folder / f"{name}.md").is_file():
+            parts += [f"### {title}", file.read_text(encoding="utf-8").strip()]
+            plots = sorted(folder.glob(f"{name}-batch*-budget*.png"))
+            parts += [f"![Milliseconds a step]({relative(plot, page)})" for plot in plots]
+    return "\n\n".join(parts)
 
 
 # The page --------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from epikv import (  # noqa: E402
 )
 from fidelity import cut, replay, tokenize_trace  # noqa: E402
 from generate import ArgumentParser, parse_calibration  # noqa: E402
-from records import read_records, told_in_one_line  # noqa: E402
+from records import check_output, read_records, told_in_one_line  # noqa: E402
 from replay import add_model, check_numbers, describe, fingerprint, load_model  # noqa: E402
 from tables import markdown  # noqa: E402
 
@@ -111,6 +111,7 @@ def main() -> None:
     POLICIES.update(POLICIES_BESIDE)
     with told_in_one_line(parser):
         check_numbers(args, "budget", "tokens")
+        check_output(args.output, ".json")
         configs = {
             name: EvictionConfig(args.budget, calibration=args.calibration, **options)
             for name, options in VARIANTS.items()

@@ -1,13 +1,16 @@
 """JSON lines and the folders of runs."""
 
+import dataclasses
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tiny
 
-from records import ROOT, RunFolder, process_rank, read_lines, read_records
+from records import ROOT, RunFolder, check_output, process_rank, read_lines, read_records
 
 FIELDS = {"id": str, "problem": str}
 GOOD = '{"id": "a", "problem": "1 + 1"}'
@@ -209,3 +212,42 @@ def test_processes_share_a_folder(tmp_path):
         "records.1.jsonl",
         "records.2.jsonl",
     }
+
+
+@pytest.mark.parametrize(
+    "name, suffix, words",
+    [
+        ("none/a.json", ".json", "no such folder: {folder}/none"),
+        ("folder.json", ".json", "output must be a .json file, got {folder}/folder.json"),
+        ("a.png", ".json", "output must be a .json file, got {folder}/a.png"),
+        ("a", ".md", "output must be a .md file, got {folder}/a"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused(tmp_path, name, suffix, words):
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(ValueError) as caught:
+        check_output(tmp_path / name, suffix)
+    assert str(caught.value) == words.format(folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "script, options",
+    [
+        ("calibrate", ("--labels", "none", "--traces", "none.jsonl")),
+        ("calibrate", ("--labels", "none", "--traces", "none.jsonl", "--output", "a.json")),
+        ("quantization", ("--traces", "none.jsonl")),
+        ("variants", ("--traces", "none.jsonl", "--calibration", "c.json")),
+        ("check_gpu", ("--tiny",)),
+    ],
+)
+def test_it_is_refused_before_anything_is_read(tmp_path, monkeypatch, capsys, script, options):
+    """In a folder that is not there, of which the traces and labels would tell next."""
+    monkeypatch.chdir(tmp_path)
+    settings = dataclasses.asdict(tiny.calibration(2))
+    (tmp_path / "c.json").write_text(json.dumps(settings), encoding="utf-8")
+    last = ("--held-out" if "--output" in options else "--output", "nowhere/out.json")
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *options, *last])
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module(script).main()
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.endswith("error: no such folder: nowhere\n")

@@ -238,11 +238,21 @@ def test_the_page_tells_of_speed_where_it_was_measured(source):
     page = source.parent / "page.md"
     assert "## Speed" not in report.write_page(source, page)
     (source / "speed").mkdir()
+    (source / "speed/step.md").write_text("| b | 2 |\n", encoding="utf-8")
     (source / "speed/peers.md").write_text("| a | 1 |\n", encoding="utf-8")
-    (source / "speed/peers.png").touch()
+    (source / "speed/peers-batch1-budget512.png").touch()
     text = report.write_page(source, page)
-    assert "## Speed, and what fewer bits cost\n\n| a | 1 |\n\n![" in text
-    assert "(results/speed/peers.png)" in text
+    _, section = text.split("## Speed, and what fewer bits cost\n")
+    section, _ = section.split("\n## ", 1)
+    one, other = section.split("\n### ")[1:]
+    assert one.startswith("Against transformers and kvpress\n\n| a | 1 |\n\n![")
+    assert "(results/speed/peers-batch1-budget512.png)" in one
+    assert other.strip() == "What a step spends\n\n| b | 2 |"
+
+
+def test_every_file_of_speed_is_on_the_page():
+    files = (HERE / "results/speed").glob("*.md")
+    assert {file.stem for file in files} == set(report.SPEED)
 
 
 def test_the_command(source, monkeypatch):
