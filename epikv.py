@@ -792,10 +792,9 @@ class LayerCache(nn.Module):
         held = torch.int8 if self.quantises else shape.dtype
         self.register_buffer("held_k", torch.zeros(sizes, dtype=held))
         self.register_buffer("held_v", torch.zeros(sizes, dtype=held))
-        if self.quantises:
-            scales = (*sizes[:3], 1)
-            self.register_buffer("k_scale", torch.zeros(scales, dtype=shape.score_dtype))
-            self.register_buffer("v_scale", torch.zeros(scales, dtype=shape.score_dtype))
+        scale = torch.zeros(*sizes[:3], 1, dtype=shape.score_dtype) if self.quantises else None
+        self.register_buffer("k_scale", scale)
+        self.register_buffer("v_scale", None if scale is None else scale.clone())
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
@@ -810,19 +809,17 @@ class LayerCache(nn.Module):
         (k, k_scale), (v, v_scale) = to_int8(k), to_int8(v)
         return k, v, k_scale, v_scale
 
-    def decode(self, k: Tensor, v: Tensor, *scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values from what is stored of some tokens."""
-        if not self.quantises:
-            return k, v
-        return (k * scales[0]).to(self.dtype), (v * scales[1]).to(self.dtype)
+    def decode(self, held: Tensor, scale: Tensor | None) -> Tensor:
+        """Keys or values from what is stored of some tokens."""
+        return held if scale is None else (held * scale).to(self.dtype)
 
     @property
     def k(self) -> Tensor:
-        return self.decode(*self.stored)[0]
+        return self.decode(self.held_k, self.k_scale)
 
     @property
     def v(self) -> Tensor:
-        return self.decode(*self.stored)[1]
+        return self.decode(self.held_v, self.v_scale)
 
     def write(self, slot: Tensor, k: Tensor, v: Tensor) -> None:
         """Overwrite a slot of each row with one token's k and v [B, H_kv, 1, D].
@@ -836,7 +833,9 @@ class LayerCache(nn.Module):
 
     def read(self, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H_kv, N, D] of the slots [B, H_kv or 1, N]."""
-        return self.decode(*(gather_slots(buffer, slot) for buffer in self.stored))
+        k, v, *scales = (gather_slots(buffer, slot) for buffer in self.stored)
+        k_scale, v_scale = scales or (None, None)
+        return self.decode(k, k_scale), self.decode(v, v_scale)
 
     def keep(self, kept: Tensor, k: Tensor, v: Tensor) -> None:
         """Refill the slots with entries [B, H_kv or 1, S] of [slots | k and v [B, H_kv, T, D]]."""

@@ -93,8 +93,10 @@ GOALS = (
 class Decoder:
     """An engine as a contender: see `peers.py`."""
 
-    def __init__(self, model: Transformer, config: EvictionConfig, n_rows: int = 1):
-        self.engine = Engine(model, config, Sampling(), n_rows)
+    def __init__(
+        self, model: Transformer, config: EvictionConfig, n_rows: int = 1, mode: str = "blocks"
+    ):
+        self.engine = Engine(model, config, Sampling(), n_rows, mode)
         self.n_rows = n_rows
         self.block = self.engine.cache.block
         self.budget = None if config.policy == "full" else config.budget
@@ -182,10 +184,12 @@ def contender_makers(
     n_rows: int,
     budget: int,
     longest: int,
+    mode: str = "blocks",
 ) -> dict[str, Callable]:
     """What makes each contender, by name, for texts of up to `longest` tokens; ours come first.
 
     models: by format, where "" is the checkpoint's own; the others run the first of the policies.
+    mode: compile mode of ours.
     """
     configs = {name: EvictionConfig(budget, **options) for name, options in policies.items()}
     first = next(iter(configs))
@@ -193,7 +197,7 @@ def contender_makers(
     settings["full"] = ("", EvictionConfig(full_budget(longest), "full"))
     settings |= {f"{first} {form}": (form, configs[first]) for form in models if form}
     ours = {
-        name: lambda form=form, config=config: Decoder(models[form], config, n_rows)
+        name: lambda form=form, config=config: Decoder(models[form], config, n_rows, mode)
         for name, (form, config) in settings.items()
     }
     return ours | peer_contenders(peer, n_rows, budget, longest)
@@ -310,6 +314,7 @@ def measure_alone(
     n_rows: int,
     budget: int,
     position: int,
+    mode: str,
     folder: str,
 ) -> dict[str, float]:
     """Peak memory of contender `name` while it decodes, and its compilation, cached in `folder`.
@@ -326,7 +331,7 @@ def measure_alone(
     models = {form: load_model(checkpoint, form)} if ours else {}
     peer = None if ours else load_peer(checkpoint, dtype, device)
     longest = full_budget(position + ROOM)
-    contender = contender_makers(models, peer, policies, n_rows, budget, longest)[name]()
+    contender = contender_makers(models, peer, policies, n_rows, budget, longest, mode)[name]()
     if contender.budget:  # which is full by then, and the same ever after
         position = min(position, 2 * contender.budget)
     zeros = torch.zeros((), dtype=dtype, device=device)
@@ -508,12 +513,12 @@ PARTS_OF_A_STEP = {
 }
 
 
-def profile_step(model: Transformer, budget: int) -> dict[str, dict]:
+def profile_step(model: Transformer, budget: int, mode: str = "blocks") -> dict[str, dict]:
     """A row for each part of a saturated step of `epikv`, and for all of it by the clock."""
     torch._dynamo.reset()  # what was compiled without names for its kernels
     tokens = torch.tensor(make_prompt(model, budget + ROOM), device=model.device)
     with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}):
-        decoder = Decoder(model, EvictionConfig(budget))
+        decoder = Decoder(model, EvictionConfig(budget), mode=mode)
         decoder.prepare(Context(tokens, []), budget)
         decoder.run(tokens[:STEPS])
         seconds = [decoder.run(tokens[:STEPS]) for _ in range(ROUNDS)]
@@ -616,7 +621,8 @@ def report_peers(report: Report, models: dict, peer, args: argparse.Namespace) -
         }
         records = {}
         for text, (longest, positions) in texts.items():
-            makers = contender_makers(models, peer, policies, n_rows, budget, longest)
+            what = (n_rows, budget, longest, args.compile_mode)
+            makers = contender_makers(models, peer, policies, *what)
             records[text] = compare_peers(makers, context, positions, n_rows)
             report.add(f"a {text} text, {where}", peers_table(records[text]), records[text])
         report.add(f"goals, {where}", goals_table(records))
@@ -630,7 +636,7 @@ def report_processes(report: Report, models: dict, peer, args: argparse.Namespac
     policies = policy_settings(args.policies, config.n_layers, config.n_kv_heads)
     for n_rows, budget in product(args.batches, args.budgets):
         names = list(contender_makers(models, peer, policies, n_rows, budget, budget))
-        what = (args.checkpoint, policies, n_rows, budget, max(args.positions))
+        what = (args.checkpoint, policies, n_rows, budget, max(args.positions), args.compile_mode)
         title = f"processes, batch {n_rows}, budget {budget:,}"
         report.add(title, measure_processes(names, *what))
 
@@ -641,7 +647,7 @@ def report_step(report: Report, models: dict, peer, args: argparse.Namespace) ->
             title = f"what a step spends, {form or model.dtype}, budget {budget:,}".replace(
                 "torch.", ""
             )
-            report.add(title, profile_step(model, budget))
+            report.add(title, profile_step(model, budget, args.compile_mode))
 
 
 def report_policies(report: Report, models: dict, peer, args: argparse.Namespace) -> None:
@@ -682,6 +688,12 @@ def parse_arguments() -> argparse.Namespace:
     places = "1000,4000,8080"  # and up to 8,192
     add("--positions", type=numbers, default=numbers(places), help=f"of a text (default: {places})")
     add("--formats", type=formats, default=[], help=f"of ours beside: {','.join(FORMATS)}")
+    add(
+        "--compile-mode",
+        choices=("blocks", "step"),
+        default="blocks",
+        help="of ours, as generate.py",
+    )
     add("--parts", help="of peers,processes (the default),policies,labels,step")
     add("--policies", help="all, or names with commas (default: epikv); alone: the part policies")
     add("--output", type=Path, default=Path("benchmark.json"), help="default: benchmark.json")

@@ -17,6 +17,7 @@ writes JSON. The exit status is 1 if a check failed; a goal that was not reached
 import functools
 import gc
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -382,6 +383,7 @@ def speed(sizes: Sizes) -> Checks:
                 throughput, model, EvictionConfig(budget), sizes, batch_size=batch_size
             )
             yield f"epikv, batch {batch_size}, budget {budget:,}", check
+    yield f"generation over steps, budget {sizes.budget:,}", lambda: race_generation(model, sizes)
     free = (ROUNDS + 1) * sizes.n_steps  # or else the cache that forgets nothing would have to
     for budget in sizes.budgets:
         config = EvictionConfig(budget, "full")
@@ -436,6 +438,19 @@ def throughput(
     }
     wanted = dict(goal="share of copy at least 0.8", holds=share >= 0.8)
     return found | (wanted if batch_size == 1 and not free else {})
+
+
+def race_generation(model: Transformer, sizes: Sizes) -> dict:
+    """Steps whose tokens are read and handed out, over bare ones of the same engine."""
+    decoder = Filled(model, EvictionConfig(sizes.budget), sizes.mode)
+    bare = statistics.median(rounds(decoder, sizes))
+    n_new = ROUNDS * sizes.n_steps + 1  # the first comes with the prefill
+    generation = Generation(decoder.engine, [sizes.tokens(sizes.budget)], n_new, set())
+    for _ in generation:
+        pass
+    seconds = generation.decode_seconds / generation.n_steps
+    found = dict(ms_generation=1e3 * seconds, ms_steps=1e3 * bare, ratio=seconds / bare)
+    return found | dict(goal="ratio at most 1.02", holds=seconds / bare <= 1.02)
 
 
 def kv_bytes(cache: SlotCache, length: int) -> int:

@@ -424,6 +424,7 @@ def variants_table(source: Path) -> str:
 
 SPEED = {  # the files of benchmark.py and quantization.py, in order
     "peers": "Against transformers and kvpress",
+    "peers-step": "Likewise, with `--compile-mode step`",
     "peers-batch4": "Likewise, batch 4",
     "peers-batch16": "Likewise, batch 16",
     "peers-budgets": "Likewise, other budgets",
@@ -439,8 +440,9 @@ def speed_section(folder: Path, page: Path) -> str:
     """The tables as they were printed, and the plots."""
     parts = [
         "Of what is compared, short runs alternate in one process. Times are medians with"
-        " quartiles, ratios medians over the rounds. The share of the bandwidth is what a step reads"
-        " of weights, keys and values in its time, over what a plain sum read in the same round."
+        " quartiles, ratios medians over the rounds. The share of the bandwidth is what a step"
+        " reads of weights, keys and values in its time, over what a plain sum read in the same"
+        " round."
     ]
     for name, title in SPEED.items():
         if (file := folder / f"{name}.md").is_file():

@@ -388,7 +388,8 @@ def test_what_compiles_runs_twice_in_a_process_of_its_own(monkeypatch):
         return {"peak_memory": n * 5_000_000, "compile_seconds": seconds[n - 1]}
 
     monkeypatch.setattr(benchmark, "in_own_process", in_own_process)
-    rows = benchmark.measure_processes(["ours", "loop", "broken"], "here", {}, 1, 16, 99)
+    what = ("here", {}, 1, 16, 99, "blocks")
+    rows = benchmark.measure_processes(["ours", "loop", "broken"], *what)
     assert rows == {
         "ours": {"peak MB": 10, "compile cold, s": 8, "compile warm, s": 2},
         "loop": {"peak MB": 5},
@@ -401,7 +402,7 @@ def test_what_compiles_runs_twice_in_a_process_of_its_own(monkeypatch):
 def test_a_contender_alone(eager, monkeypatch, folder, name, registered, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "restored")
     policies = {"epikv": dict(policy="epikv")}
-    found = benchmark.measure_alone(folder, policies, name, 2, 32, 70, str(tmp_path))
+    found = benchmark.measure_alone(folder, policies, name, 2, 32, 70, "blocks", str(tmp_path))
     assert found["compile_seconds"] == 0 and found["peak_memory"] > 50e6
 
 

@@ -115,6 +115,32 @@ def test_throughput_by_hand(small_model, monkeypatch):
     assert "goal" not in found  # that is for batch 1
 
 
+def test_a_generation_is_compared_with_its_bare_steps(small_model, monkeypatch):
+    """Ten steps after the prefill of a full cache, which are told to take ten seconds."""
+    sizes, runs = replace(TINY, shape=check_gpu.SMALL), []
+
+    class Told(check_gpu.Generation):
+        def __init__(self, engine, prompts, *rest):
+            super().__init__(engine, prompts, *rest)
+            runs.append(self)
+
+        @property
+        def decode_seconds(self):
+            return 10.0
+
+        @decode_seconds.setter
+        def decode_seconds(self, value):
+            pass
+
+    monkeypatch.setattr(check_gpu, "Generation", Told)
+    monkeypatch.setattr(check_gpu, "rounds", lambda decoder, sizes: [0.25, 0.5, 4.0])
+    found = check_gpu.race_generation(small_model, sizes)
+    (run,) = runs
+    assert len(run.outputs[0].tokens) == 11 and run.prefix(0) is None
+    assert (found["ms_generation"], found["ms_steps"], found["ratio"]) == (1000, 500, 2)
+    assert found["holds"] is False
+
+
 def test_a_race_by_hand():
     """Rounds of 1 to 6 and of 2 seconds a step; the first round does not count."""
 

@@ -243,6 +243,7 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path, name, suffix, wor
 def test_it_is_refused_before_anything_is_read(tmp_path, monkeypatch, capsys, script, options):
     """In a folder that is not there, of which the traces and labels would tell next."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.import_module("variants"), "POLICIES", {})  # which it adds to
     settings = dataclasses.asdict(tiny.calibration(2))
     (tmp_path / "c.json").write_text(json.dumps(settings), encoding="utf-8")
     last = ("--held-out" if "--output" in options else "--output", "nowhere/out.json")
