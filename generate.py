@@ -390,19 +390,27 @@ def synchronize(device: torch.device) -> None:
 class Output:
     """One row's continuation: tokens without the prompt or the end-of-sequence token, and text.
 
+    pieces: the text as it came; to join it at every token would take longer and longer.
     stop_reason: "eos", "length" (max_new_tokens), or "interrupted".
     kept: true positions of the tokens still in the cache, ascending, prompt included.
     """
 
     tokens: list[int] = field(default_factory=list)
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     stop_reason: str = "interrupted"
     kept: list[int] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass
 class Statistics:
-    """Cost of a run, all rows together. Times in seconds, sizes in bytes."""
+    """Cost of a run, all rows together. Times in seconds, sizes in bytes.
+
+    decode_seconds: without what is done with tokens in between, when a GPU runs on.
+    """
 
     prompt_tokens: int
     new_tokens: int
@@ -452,7 +460,6 @@ class Generation:
         self.outputs = [Output() for _ in prompts]
         tokenizer = engine.model.tokenizer
         self.texts = [tokenizer.stream() if tokenizer else None for _ in prompts]
-        self.pieces: list[list[str]] = [[] for _ in prompts]  # of the outputs' texts
         self.open_rows = set(range(len(prompts)))
         block = engine.cache.block
         self.block_phases = {-len(prompt) % block for prompt in prompts} if block else set()
@@ -521,7 +528,7 @@ class Generation:
                 self.open_rows.remove(row)
                 output.kept = self.kept(row)
                 text += self.texts[row].end() if self.texts[row] else ""
-            self.pieces[row].append(text)
+            output.pieces.append(text)
             yield Delta(row, new, text)
 
     def kept(self, row: int) -> list[int]:
@@ -534,8 +541,6 @@ class Generation:
         """Outputs and statistics of what has been generated so far."""
         for row in self.open_rows:
             self.outputs[row].kept = self.kept(row)
-        for output, pieces in zip(self.outputs, self.pieces, strict=True):
-            output.text = "".join(pieces)
         return Result(self.outputs, self.statistics())
 
     def statistics(self) -> Statistics:

@@ -653,7 +653,10 @@ class Transformer(nn.Module):
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device called `name`, checked to be there; None for CUDA or else the CPU."""
+    """The device called `name`, checked to be there; None for CUDA or else the CPU.
+
+    "cuda:1" becomes the current device, since streams and graphs are made on that.
+    """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] not in ("cuda", "cpu", "mps"):
@@ -661,6 +664,8 @@ def find_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
     except (RuntimeError, AssertionError):  # unknown, not compiled in, or without a driver
         raise ValueError(f"device {name!r} is not available here; try cpu") from None
     return device

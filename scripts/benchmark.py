@@ -15,7 +15,8 @@ policies, the ratio of the sums), so that a busy machine slows both sides.
   tokens as the budget, then at several positions of a long text. Those that are not installed (the
   extra `bench`) are skipped.
 - `processes` gives each contender a process of its own: the peak of its memory while it decodes at
-  the last position, and its compilation, without and with a cache on disk.
+  the last position (twice the budget, for those that have one), and its compilation, without and
+  with a cache on disk.
 - `step` tells, from a profile, what the time of a step goes to; on a CPU.
 
 Prints Markdown, and writes it, JSON and plots.
@@ -135,7 +136,7 @@ class Decoder:
 
     @property
     def kv_bytes(self) -> int:
-        return sum(layer.k.nbytes + layer.v.nbytes for layer in self.engine.cache.layers)
+        return sum(x.nbytes for layer in self.engine.cache.layers for x in layer.stored)
 
     @property
     def compile_seconds(self) -> float:
@@ -249,8 +250,12 @@ def measure_at(position: int, contenders: dict, context: Context, n_rows: int) -
 
 def compare_peers(makers: dict, context: Context, positions: list[int], n_rows: int) -> list[dict]:
     """The records of all contenders at all `positions`."""
-    contenders = {name: make() for name, make in makers.items()}
-    records = []
+    contenders, records = {}, []
+    for name, make in makers.items():
+        try:
+            contenders[name] = make()
+        except (ValueError, RuntimeError) as error:  # no memory for its cache
+            print(f"skipped {name}: {one_line(error)}", file=sys.stderr)
     for position in positions:
         print(f"batch {n_rows}, position {position:,}", file=sys.stderr)
         records += measure_at(position, contenders, context, n_rows)
@@ -352,9 +357,9 @@ def measure_processes(names: list[str], *what) -> dict[str, dict]:
     """A row for each contender; what: the arguments of `measure_alone` around its name."""
     checkpoint, policies, *rest = what
     rows = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            print(f"{name} in a process of its own", file=sys.stderr)
+    for name in names:
+        print(f"{name} in a process of its own", file=sys.stderr)
+        with tempfile.TemporaryDirectory() as folder:
             try:
                 cold = last = in_own_process(checkpoint, policies, name, *rest, folder)
                 times = {}
@@ -363,7 +368,12 @@ def measure_processes(names: list[str], *what) -> dict[str, dict]:
                     times["compile cold, s"] = cold["compile_seconds"]
                     times["compile warm, s"] = last["compile_seconds"]
                 rows[name] = {"peak MB": last["peak_memory"] / 1e6} | times
-            except (RuntimeError, MemoryError, OSError) as error:  # or killed: a RuntimeError too
+            except (
+                RuntimeError,
+                MemoryError,
+                OSError,
+                ValueError,
+            ) as error:  # or killed: a RuntimeError too
                 rows[name] = {"peak MB": one_line(error)}
     return rows
 
@@ -407,7 +417,9 @@ def policy_settings(names: str, n_layers: int = 1, n_kv_heads: int = 1) -> dict[
     return {name: known[name] for name in names.split(",")}
 
 
-def compare_policies(model: Transformer, budget: int, settings: dict[str, dict]) -> dict:
+def compare_policies(
+    model: Transformer, budget: int, settings: dict[str, dict], mode: str = "blocks"
+) -> dict:
     """Saturated steps of policies, each in turn with `streaming`, which computes no score.
 
     Over 1,024 steps, so that what block-wise policies do at the end of a block is shared out. The
@@ -418,7 +430,7 @@ def compare_policies(model: Transformer, budget: int, settings: dict[str, dict])
     decoders = {}
     for name, options in ({"streaming": dict(policy="streaming")} | settings).items():
         print(f"compiling {name}", file=sys.stderr)
-        decoders[name] = Decoder(model, EvictionConfig(budget, **options))
+        decoders[name] = Decoder(model, EvictionConfig(budget, **options), mode=mode)
         decoders[name].prepare(Context(tokens, []), budget)
     seconds = {name: [] for name in decoders}
     beside = {name: [] for name in decoders}  # of streaming, in the same moment
@@ -515,6 +527,8 @@ PARTS_OF_A_STEP = {
 
 def profile_step(model: Transformer, budget: int, mode: str = "blocks") -> dict[str, dict]:
     """A row for each part of a saturated step of `epikv`, and for all of it by the clock."""
+    if model.device.type != "cpu":
+        raise ValueError("the part step needs a CPU; see check_gpu.py")
     torch._dynamo.reset()  # what was compiled without names for its kernels
     tokens = torch.tensor(make_prompt(model, budget + ROOM), device=model.device)
     with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}):
@@ -561,9 +575,10 @@ def n_bytes(*modules: nn.Module) -> int:
 class Report:
     """Tables that are printed at once, and written to `output` and beside it, with their data."""
 
-    def __init__(self, output: Path):
+    def __init__(self, output: Path, options: dict):
         self.output = output
-        self.text, self.data = "", {}
+        told = " ".join(f"--{name} {value}" for name, value in options.items())
+        self.text, self.data = f"`benchmark.py {told}`\n", {"options": options}
 
     def add(self, title: str, rows: dict[str, dict], data=None) -> None:
         """A table, and in the JSON file, under its title, what it was made of."""
@@ -626,9 +641,10 @@ def report_peers(report: Report, models: dict, peer, args: argparse.Namespace) -
             records[text] = compare_peers(makers, context, positions, n_rows)
             report.add(f"a {text} text, {where}", peers_table(records[text]), records[text])
         report.add(f"goals, {where}", goals_table(records))
-        name = f"{args.output.stem}-batch{n_rows}-budget{budget}.png"
-        title = f"{args.checkpoint.name}, {where}"
-        plot_peers(args.output.with_name(name), title, records["long"])
+        if len(args.positions) > 1:
+            name = f"{args.output.stem}-batch{n_rows}-budget{budget}.png"
+            title = f"{args.checkpoint.name}, {where}"
+            plot_peers(args.output.with_name(name), title, records["long"])
 
 
 def report_processes(report: Report, models: dict, peer, args: argparse.Namespace) -> None:
@@ -654,7 +670,10 @@ def report_policies(report: Report, models: dict, peer, args: argparse.Namespace
     model = models[""]
     policies = policy_settings(args.policies, model.config.n_layers, model.config.n_kv_heads)
     for budget in args.budgets:
-        report.add(f"policies, budget {budget:,}", compare_policies(model, budget, policies))
+        report.add(
+            f"policies, budget {budget:,}",
+            compare_policies(model, budget, policies, args.compile_mode),
+        )
 
 
 def numbers(text: str) -> list[int]:
@@ -719,6 +738,17 @@ def check(args: argparse.Namespace) -> None:
             EvictionConfig(budget, **options)
 
 
+def options_of(args: argparse.Namespace) -> dict[str, str]:
+    """What was measured, as options of the command, without paths."""
+    names = ("parts", "batches", "budgets", "positions", "policies", "formats", "compile_mode")
+    found = {name.replace("_", "-"): getattr(args, name) for name in names}
+    return {
+        name: value if isinstance(value, str) else ",".join(map(str, value))
+        for name, value in found.items()
+        if value
+    }
+
+
 def check_positions(args: argparse.Namespace, config: ModelConfig) -> None:
     """Raises ValueError for a text longer than the model's context."""
     longest = max(*args.positions, *args.budgets) + ROOM
@@ -740,12 +770,15 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     model = models[""]
-    report = Report(args.output)
+    report = Report(args.output, options_of(args))
     report.add(args.checkpoint.name, {"this machine": describe(model)})
     needs_peer = {"peers", "processes"} & set(args.parts)
     peer = load_peer(args.checkpoint, model.dtype, model.device) if needs_peer else None
-    for part in args.parts:
-        PARTS[part](report, models, peer, args)
+    try:
+        for part in args.parts:
+            PARTS[part](report, models, peer, args)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
 
 
 PARTS = {

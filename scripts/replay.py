@@ -300,10 +300,7 @@ def load_model(args: argparse.Namespace) -> Transformer:
     if device is None and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     dtype = DTYPES.get(args.dtype)
-    model = Transformer.from_pretrained(args.checkpoint, device, dtype, args.quantize)
-    if model.device.type == "cuda":
-        torch.cuda.set_device(model.device)  # where streams and graphs are made
-    return model
+    return Transformer.from_pretrained(args.checkpoint, device, dtype, args.quantize)
 
 
 def fingerprint(calibration: Calibration | None) -> str | None:

@@ -13,6 +13,7 @@ it.
 
 import json
 import os
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -447,8 +448,9 @@ def speed_section(folder: Path, page: Path) -> str:
     for name, title in SPEED.items():
         if (file := folder / f"{name}.md").is_file():
             parts += [f"### {title}", file.read_text(encoding="utf-8").strip()]
-            plots = sorted(folder.glob(f"{name}-batch*-budget*.png"))
-            parts += [f"![Milliseconds a step]({relative(plot, page)})" for plot in plots]
+            for plot in sorted(folder.glob("*.png")):
+                if re.fullmatch(rf"{name}-batch\d+-budget\d+", plot.stem):
+                    parts.append(f"![Milliseconds a step]({relative(plot, page)})")
     return "\n\n".join(parts)
 
 

@@ -376,7 +376,7 @@ def test_the_table_has_the_steps_of_all_positions_and_the_rest_of_the_last():
 
 
 def test_what_compiles_runs_twice_in_a_process_of_its_own(monkeypatch):
-    """With the same folder; the peak is that of the second, and an error stands in its place."""
+    """In one folder, which is its own; the peak is that of the second, or an error in its place."""
     calls = []
 
     def in_own_process(checkpoint, policies, name, n_rows, *rest):
@@ -395,7 +395,8 @@ def test_what_compiles_runs_twice_in_a_process_of_its_own(monkeypatch):
         "loop": {"peak MB": 5},
         "broken": {"peak MB": "no memory"},
     }
-    assert len({rest for _, rest in calls}) == 1
+    folders = [rest[-1] for _, rest in calls]
+    assert folders[0] == folders[1] and len({*folders}) == 3
 
 
 @pytest.mark.parametrize("name", ["epikv", "full", "epikv int8", NAMES[1]])
@@ -431,6 +432,21 @@ def test_the_whole_comparison(eager, monkeypatch, folder, tmp_path, capsys, regi
         assert len(result[f"goals, {where}"]) == 4
         assert (tmp_path / f"result-batch{batch}-budget32.png").stat().st_size > 0
     assert capsys.readouterr().out.count("| transformers forward loop |") == 4
+    told = output.with_suffix(".md").read_text(encoding="utf-8").splitlines()[0]
+    assert told == (
+        "`benchmark.py --parts peers --batches 1,2 --budgets 32 --positions 40,60"
+        " --policies epikv --formats bfloat16,int8 --compile-mode blocks`"
+    )
+
+
+def test_a_contender_without_memory_is_left_out(monkeypatch, context, capsys):
+    def fail():
+        raise ValueError("no memory for a\ncache")
+
+    monkeypatch.setattr(benchmark, "measure_at", lambda position, found, *rest: [*found])
+    makers = {"ours": lambda: "one", "full": fail}
+    assert benchmark.compare_peers(makers, context, [7], 16) == ["ours"]
+    assert "skipped full: no memory for a cache\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,x", "-1", "2,,3"])

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,12 +96,6 @@ def test_a_filled_cache(small_model, free):
     assert (cache.position == 32).sum().item() == 2
 
 
-def test_bytes_of_keys_and_values(small_model):
-    """4 layers, 2 heads of 32 channels, a key and a value in 4 bytes: 2,048 bytes a token."""
-    cache = small_model.new_cache(EvictionConfig(32), 3)
-    assert check_gpu.kv_bytes(cache, 20) == 3 * 20 * 2048
-
-
 def test_throughput_by_hand(small_model, monkeypatch):
     """Half a second a step, at a copy speed of twice the bytes of a step in that time."""
     n_weights = sum(w.nbytes for w in small_model.parameters()) - small_model.embedding.nbytes
@@ -116,24 +111,20 @@ def test_throughput_by_hand(small_model, monkeypatch):
 
 
 def test_a_generation_is_compared_with_its_bare_steps(small_model, monkeypatch):
-    """Ten steps after the prefill of a full cache, which are told to take ten seconds."""
-    sizes, runs = replace(TINY, shape=check_gpu.SMALL), []
+    """Ten steps in ten seconds of the clock, of which the prefill took none."""
+    sizes = replace(TINY, shape=SMALL)
+    clock = types.SimpleNamespace(perf_counter=lambda: 10.0 * len(runs))
+    runs = []
 
     class Told(check_gpu.Generation):
-        def __init__(self, engine, prompts, *rest):
-            super().__init__(engine, prompts, *rest)
+        def decode(self):
+            yield from super().decode()
             runs.append(self)
-
-        @property
-        def decode_seconds(self):
-            return 10.0
-
-        @decode_seconds.setter
-        def decode_seconds(self, value):
-            pass
 
     monkeypatch.setattr(check_gpu, "Generation", Told)
     monkeypatch.setattr(check_gpu, "rounds", lambda decoder, sizes: [0.25, 0.5, 4.0])
+    monkeypatch.setattr(check_gpu, "time", clock)
+    monkeypatch.setattr(generate, "time", clock)
     found = check_gpu.race_generation(small_model, sizes)
     (run,) = runs
     assert len(run.outputs[0].tokens) == 11 and run.prefix(0) is None

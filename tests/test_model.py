@@ -1341,6 +1341,15 @@ def test_a_stream_of_nothing_is_empty(text_tokenizer):
     assert stream.add([]) + stream.end() == ""
 
 
+def test_a_numbered_gpu_becomes_the_current_one(monkeypatch):
+    """Streams and graphs are made there."""
+    current = []
+    monkeypatch.setattr(torch, "empty", lambda size, device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(str(device)))
+    found = [model_module.find_device(name) for name in ("cuda:3", "cuda", "cpu")]
+    assert [*map(str, found)] == ["cuda:3", "cuda", "cpu"] and current == ["cuda:3"]
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a file of Linux is read")
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_the_weights_stand_in_one_stretch_of_memory_in_huge_pages(tmp_path, quantize):
