@@ -118,8 +118,8 @@ def test_a_generation_is_compared_with_its_bare_steps(small_model, monkeypatch):
 
     class Told(check_gpu.Generation):
         def decode(self):
-            yield from super().decode()
             runs.append(self)
+            yield from super().decode()
 
     monkeypatch.setattr(check_gpu, "Generation", Told)
     monkeypatch.setattr(check_gpu, "rounds", lambda decoder, sizes: [0.25, 0.5, 4.0])
