@@ -368,12 +368,8 @@ def measure_processes(names: list[str], *what) -> dict[str, dict]:
                     times["compile cold, s"] = cold["compile_seconds"]
                     times["compile warm, s"] = last["compile_seconds"]
                 rows[name] = {"peak MB": last["peak_memory"] / 1e6} | times
-            except (
-                RuntimeError,
-                MemoryError,
-                OSError,
-                ValueError,
-            ) as error:  # or killed: a RuntimeError too
+            # Out of memory, or killed: a RuntimeError too.
+            except (RuntimeError, MemoryError, OSError, ValueError) as error:
                 rows[name] = {"peak MB": one_line(error)}
     return rows
 
@@ -660,9 +656,8 @@ def report_processes(report: Report, models: dict, peer, args: argparse.Namespac
 def report_step(report: Report, models: dict, peer, args: argparse.Namespace) -> None:
     for budget in args.budgets:
         for form, model in models.items():
-            title = f"what a step spends, {form or model.dtype}, budget {budget:,}".replace(
-                "torch.", ""
-            )
+            form = form or str(model.dtype).removeprefix("torch.")
+            title = f"what a step spends, {form}, budget {budget:,}"
             report.add(title, profile_step(model, budget, args.compile_mode))
 
 
@@ -764,15 +759,16 @@ def load_model(checkpoint: Path, form: str) -> Transformer:
 
 def main() -> None:
     args = parse_arguments()
+    needs_peer = {"peers", "processes"} & set(args.parts)
     try:
         models = {form: load_model(args.checkpoint, form) for form in ["", *args.formats]}
-        check_positions(args, models[""].config)
+        if needs_peer:
+            check_positions(args, models[""].config)
     except ValueError as error:
         sys.exit(f"error: {error}")
     model = models[""]
     report = Report(args.output, options_of(args))
     report.add(args.checkpoint.name, {"this machine": describe(model)})
-    needs_peer = {"peers", "processes"} & set(args.parts)
     peer = load_peer(args.checkpoint, model.dtype, model.device) if needs_peer else None
     try:
         for part in args.parts:

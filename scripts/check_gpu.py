@@ -379,9 +379,11 @@ def speed(sizes: Sizes) -> Checks:
     """Tokens and bytes a second of saturated steps, beside what a copy of memory reaches."""
     model = sizes.model()
     yield "machine", lambda: machine(model, sizes)
-    reference = Filled(model, EvictionConfig(sizes.budget, "streaming"), sizes.mode)
+    streaming = functools.partial(
+        Filled, model, EvictionConfig(sizes.budget, "streaming"), sizes.mode
+    )
     name = f"epikv over streaming, budget {sizes.budget:,}"
-    yield name, lambda: over_streaming(model, dict(policy="epikv"), reference, sizes)
+    yield name, lambda: over_streaming(model, dict(policy="epikv"), streaming(), sizes)
     for batch_size in sizes.batches:
         for budget in sizes.budgets:
             check = functools.partial(
