@@ -46,6 +46,7 @@ from baselines import BASELINES, mean_occupancy  # noqa: E402
 from calibrate import N_SUMS  # noqa: E402
 from epikv import POLICIES, Calibration, EvictionConfig, FitWeights  # noqa: E402
 from generate import (  # noqa: E402
+    ArgumentParser,
     Engine,
     Sampling,
     full_budget,
@@ -693,7 +694,7 @@ def formats(text: str) -> list[str]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     demo = ROOT / "models/SmolLM2-135M-Instruct"
     add("--checkpoint", type=Path, default=demo, help="local folder (default: the demo model)")
@@ -744,12 +745,11 @@ def options_of(args: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def check_positions(args: argparse.Namespace, config: ModelConfig) -> None:
-    """Raises ValueError for a text longer than the model's context."""
-    longest = max(*args.positions, *args.budgets) + ROOM
-    if longest > config.max_positions:
-        most = config.max_positions - ROOM
-        raise ValueError(f"positions and budgets of this model may be at most {most:,}")
+def check_length(length: int, config: ModelConfig) -> None:
+    """Raises ValueError for a text that goes beyond the model's context."""
+    most = config.max_positions - ROOM
+    if length > most:
+        raise ValueError(f"positions and budgets of this model go to {most:,}, not {length:,}")
 
 
 def load_model(checkpoint: Path, form: str) -> Transformer:
@@ -760,10 +760,10 @@ def load_model(checkpoint: Path, form: str) -> Transformer:
 def main() -> None:
     args = parse_arguments()
     needs_peer = {"peers", "processes"} & set(args.parts)
+    longest = max(args.budgets + (args.positions if needs_peer else []))
     try:
         models = {form: load_model(args.checkpoint, form) for form in ["", *args.formats]}
-        if needs_peer:
-            check_positions(args, models[""].config)
+        check_length(longest, models[""].config)
     except ValueError as error:
         sys.exit(f"error: {error}")
     model = models[""]
@@ -773,7 +773,7 @@ def main() -> None:
     try:
         for part in args.parts:
             PARTS[part](report, models, peer, args)
-    except ValueError as error:
+    except (ValueError, RuntimeError, MemoryError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -449,6 +449,24 @@ def test_a_contender_without_memory_is_left_out(monkeypatch, context, capsys):
     assert "skipped full: no memory for a cache\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (("--parts", "peers", "--positions", "9999"), "go to 144, not 9,999"),
+        (("--parts", "policies", "--budgets", "100000000000"), "not 100,000,000,000"),
+    ],
+)
+def test_a_text_beyond_the_context_is_refused(
+    monkeypatch, tmp_path, folder, registered, options, words
+):
+    """Of 256 tokens, of which 112 follow a position; positions count for peers alone."""
+    command = ["benchmark.py", "--checkpoint", str(folder), *options]
+    monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "a.json")])
+    with pytest.raises(SystemExit) as exit:
+        benchmark.main()
+    assert words in exit.value.code and exit.value.code.startswith("error: positions and budgets")
+
+
 @pytest.mark.parametrize("text", ["", "0", "1,x", "-1", "2,,3"])
 def test_numbers_that_are_none(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is no list of numbers; try 1,4,16"):
