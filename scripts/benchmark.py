@@ -576,6 +576,7 @@ class Report:
         self.output = output
         told = " ".join(f"--{name} {value}" for name, value in options.items())
         self.text, self.data = f"`benchmark.py {told}`\n", {"options": options}
+        print(self.text, end="")
 
     def add(self, title: str, rows: dict[str, dict], data=None) -> None:
         """A table, and in the JSON file, under its title, what it was made of."""

@@ -1056,13 +1056,13 @@ def test_the_benchmark_knows_the_blocks_of_the_model(monkeypatch, tmp_path):
     """Before it has loaded one it checks the settings; then the calibration is of three blocks."""
     found = []
 
-    def compare(model, budget, settings):
-        found.append(settings["epikv-fit"]["calibration"].n_layers)
+    def compare(model, budget, settings, mode):
+        found.append((settings["epikv-fit"]["calibration"].n_layers, mode))
         return {"epikv-fit": {"ms": 1.0}}
 
-    options = ("--policies", "epikv-fit,random")
+    options = ("--policies", "epikv-fit,random", "--compile-mode", "step")
     run_benchmark(monkeypatch, tmp_path, "policies", *options, compare_policies=compare)
-    assert found == [3]
+    assert found == [(3, "step")]
 
 
 def test_some_policies_of_the_benchmark(monkeypatch):
@@ -1084,7 +1084,8 @@ def test_a_policy_is_timed_beside_streaming(monkeypatch):
     runs = []
 
     class Decoder:
-        def __init__(self, model, config):
+        def __init__(self, model, config, mode):
+            assert mode == "step"
             self.config = config
             self.engine = types.SimpleNamespace(cache=types.SimpleNamespace(config=config))
 
@@ -1101,7 +1102,7 @@ def test_a_policy_is_timed_beside_streaming(monkeypatch):
     monkeypatch.setattr(benchmark, "Decoder", Decoder)
     monkeypatch.setattr(benchmark, "make_prompt", lambda model, n_tokens: [1] * n_tokens)
     model = types.SimpleNamespace(device=torch.device("cpu"))
-    table = benchmark.compare_policies(model, 64, {"epikv": dict(policy="epikv")})
+    table = benchmark.compare_policies(model, 64, {"epikv": dict(policy="epikv")}, "step")
     assert sum(n for policy, n in runs if policy == "epikv") == 1024
     # A round is streaming twice, then streaming and epikv: runs 4r + 3 and 4r + 4 of 16 rounds.
     beside, own = sum(range(3, 64, 4)), sum(range(4, 65, 4))
@@ -1173,7 +1174,10 @@ def test_the_benchmark_prints_tables_and_writes_them(monkeypatch, tmp_path, caps
     assert machine["ms_to_read_weights"] == pytest.approx(machine["weights_megabytes"] / 5)
     printed = capsys.readouterr().out
     titles = [line for line in printed.splitlines() if line and line[0] != "|"]
-    assert titles == ["tiny-model", "policies, budget 32"]
+    command = "--parts policies --batches 1 --budgets 32 --positions 1000,4000,8080"
+    command += " --policies epikv --compile-mode blocks"
+    assert titles == [f"`benchmark.py {command}`", "tiny-model", "policies, budget 32"]
+    assert result["options"]["budgets"] == "32" and "output" not in result["options"]
     assert output.with_suffix(".md").read_text(encoding="utf-8") == printed.lstrip()
 
 
