@@ -805,8 +805,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--slot-map",
         choices=("shared", "head"),
-        help="head: each layer and head forgets for itself, in lag-kv, key-diff and k-norm"
-        " (default: shared)",
+        help="head: each layer and head forgets for itself, in lag-kv, key-diff, k-norm and"
+        " epikv-fit (default: head in epikv-fit, else shared)",
     )
     add("--kv-dtype", choices=("int8",), help="hold keys and values so (default: in the dtype)")
     add = parser.add_argument_group("sampling").add_argument
@@ -938,7 +938,7 @@ def profiled(generation: Generation, path: Path) -> Iterator[Delta]:
         for delta in generation:
             profiler.step()
             yield delta
-    if profiler.step_num < 2 * n:
+    if profiler.step_num <= 2 * n:
         raise ValueError("the run was over before there was a step to trace; let it run longer")
 
 

@@ -11,7 +11,8 @@ in float32 where victims and tokens are compared with the CPU's.
 Every part runs in a process of its own and every check catches its own failure, so that neither a
 crash nor a full memory ends the others. Checks for which there is no time are skipped; a second
 run, which finds its compiled code on the disk, gets further. Prints a Markdown table last and
-writes JSON. The exit status is 1 if a check failed; a goal that was not reached is no failure.
+writes JSON. The exit status is 1 if a check failed; a goal that was not reached is no failure,
+and means nothing with --tiny.
 """
 
 import functools

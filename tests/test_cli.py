@@ -744,10 +744,23 @@ def test_a_trace_shows_eight_steps(cli, tmp_path, n_rows):
         assert within
 
 
-def test_a_run_without_steps_to_trace(cli, tmp_path):
-    code, _, err = cli(*PROMPT, "--max-new-tokens", 1, "--profile", tmp_path / "trace.json")
-    assert code == 2 and not (tmp_path / "trace.json").exists()
+@pytest.mark.parametrize("n_rows", [1, 2])
+@pytest.mark.parametrize("n_new", [1, 2])
+def test_a_run_without_steps_to_trace(cli, tmp_path, n_new, n_rows):
+    """The first token comes with the prefill, and the profiler starts in the step of the second."""
+    command = ("--max-new-tokens", n_new, "--ignore-eos", "--num-samples", n_rows)
+    code, _, err = cli(*PROMPT, *command, "--profile", tmp_path / "trace.json")
+    assert code == 2
     assert err == "error: the run was over before there was a step to trace; let it run longer\n"
+
+
+def test_the_shortest_run_with_a_step_to_trace(cli, tmp_path):
+    trace = tmp_path / "trace.json"
+    command = ("--max-new-tokens", 3, "--ignore-eos", "--profile", trace)
+    assert cli(*PROMPT, *command)[0] == 0
+    events = tiny.read_json(trace)["traceEvents"]
+    notes = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert notes.count("step") == 1
 
 
 def test_a_trace_needs_a_folder_and_no_chat(cli, unloadable, tmp_path):
