@@ -478,7 +478,8 @@ def write_page(source: Path, page: Path) -> str:
         f"Written by `scripts/{Path(__file__).name}` from `{relative(source, page)}/`; how each"
         " was run stands in `settings.json` there, or above its table. Every policy runs in the"
         " same cache, with the same budget, sinks and true positions, and its own default recency"
-        " window; see the README for what they do, and `baselines.py` for those that read attention; its"
+        " window; see the README for what they do, and `baselines.py` for those that read"
+        " attention; its"
         " `-reference` variants, the authors' simplifications, were left out.",
         "## Fidelity: how far from the full cache",
         fidelity_section(source / "fidelity", page),
